@@ -1,0 +1,55 @@
+"""Signatures of the compiled kernels; every array is C-contiguous and native."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+_F32 = NDArray[np.float32]
+_U8 = NDArray[np.uint8]
+_U32 = NDArray[np.uint32]
+_U64 = NDArray[np.uint64]
+_I64 = NDArray[np.int64]
+
+__test__: dict[str, Any]
+
+# Instruction sets
+def simd_levels() -> tuple[str, ...]: ...
+def simd_level() -> str: ...
+def set_simd_level(name: str) -> None: ...
+
+# Pooling and copies
+def mean_pool(x: _F32, run: int, out: _F32) -> None: ...
+def copy_finite(src: _F32, dst: _F32) -> bool: ...
+def all_finite(x: _F32) -> bool: ...
+
+# Projection
+def project(x: _F32, flips: _U64, padded: int, folded: int, bits: int, out: _U8) -> None: ...
+
+# Hamming distances of whole signatures
+def hamming_topk(
+    sigs: _U8, queries: _U8, alive: _U8, first_slot: int, best_distance: _U32, best_slot: _I64
+) -> None: ...
+def hamming_all(sigs: _U8, query: _U8, out: _U32) -> None: ...
+def hamming_at(sigs: _U8, rows: _I64, query: _U8, out: _U32) -> None: ...
+
+# Late interaction of sub-signatures
+def late_pack(records: _U8, used: _U32, first: int, lanes: int, groups: _U8) -> None: ...
+def late_topk(
+    groups: _U8,
+    used: _U32,
+    lanes: int,
+    queries: _U8,
+    starts: _I64,
+    alive: _U8,
+    first_slot: int,
+    best_distance: _U32,
+    best_slot: _I64,
+) -> None: ...
+def late_all(groups: _U8, used: _U32, lanes: int, query: _U8, out: _U32) -> None: ...
+def late_at(groups: _U8, used: _U32, lanes: int, entries: _I64, query: _U8, out: _U32) -> None: ...
+
+# Selection
+def select_smallest(distances: _U32, alive: _U8, limit: int, out: _I64) -> int: ...
+
+# Stored forms of keys and values

@@ -1,0 +1,117 @@
+/* Shared by every instruction set: the kernel table, small helpers, portability macros.
+ *
+ * No header here includes Python.h, so the kernels can be compiled and tested as plain C.
+ * All levels give the same bits: integer results are exact, float results come from additions in
+ * one fixed order (see the project section of docs/format.md).
+ */
+#ifndef HM_COMMON_H
+#define HM_COMMON_H
+
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#if defined(_MSC_VER) && !defined(__clang__)
+#define HM_TARGET(names)
+#define HM_INLINE static __forceinline
+#define HM_RESTRICT __restrict
+#define HM_ALIGN64 __declspec(align(64))
+#define HM_PREFETCH(p) ((void)0)
+#define HM_UNUSED
+#else
+#define HM_TARGET(names) __attribute__((target(names)))
+#define HM_INLINE static inline __attribute__((always_inline))
+#define HM_RESTRICT __restrict__
+#define HM_ALIGN64 __attribute__((aligned(64)))
+#define HM_PREFETCH(p) __builtin_prefetch((p), 0, 3)
+#define HM_UNUSED __attribute__((unused))
+#endif
+
+#if defined(__x86_64__) || defined(_M_X64)
+#define HM_X86 1
+#elif defined(__aarch64__) || defined(_M_ARM64)
+#define HM_ARM64 1
+#endif
+
+/* Lanes of a late-interaction group: tokens whose bytes lie side by side (one 64-byte line). */
+#define HM_LANES 64
+
+/* Query tokens that the late-interaction kernels take at a time. */
+#define HM_TOKENS 8
+
+typedef struct {
+    const char *name;
+
+    /* out[c] = (float)(sum over rows of x[r][c] in double, rows ascending, / n); acc holds d doubles. */
+    void (*mean)(const float *x, size_t n, size_t d, double *acc, float *out);
+
+    /* 1 when every element is finite; dst may be NULL (only look). */
+    int (*copy_finite)(const float *src, float *dst, size_t n);
+
+    /* y[i] = sum over j ascending of (x[i + j*folded] with its sign flipped by flips), i < folded. */
+    void (*fold)(const float *x, size_t padded, size_t folded, const uint64_t *flips, float *y);
+
+    /* Flip signs, then Walsh-Hadamard of size n in place (strides 1, 2, 4 ...); only y[0..keep) need
+     * be right afterwards; n and keep are powers of two. */
+    void (*flip_fwht)(float *y, size_t n, size_t keep, const uint64_t *flips);
+
+    /* Bit i of out = y[i] >= 0; n is a multiple of 64. */
+    void (*pack_signs)(const float *y, size_t n, uint8_t *out);
+
+    /* out[q*out_stride + r] = Hamming distance of row r and query q; bytes is a multiple of 8. */
+    void (*hamming)(const uint8_t *rows, size_t n, const uint8_t *queries, size_t m, size_t bytes,
+                    uint32_t *out, size_t out_stride);
+
+    /* Late interaction works on groups: byte b of the group's 64 lanes at group[b*64 ..].
+     * late_prepare expands t query tokens of `bytes` bytes into `late_expand` bytes per byte;
+     * late_min gives, for each of at most HM_TOKENS prepared tokens, the smallest distance in each run
+     * of `span` lanes (a power of two <= 64): out[token * (64 / span) + run]. */
+    size_t late_expand;
+    void (*late_prepare)(const uint8_t *queries, size_t t, size_t bytes, uint8_t *prepared);
+    void (*late_min)(const uint8_t *group, size_t bytes, const uint8_t *prepared, size_t t,
+                     size_t span, uint32_t *out);
+} hm_kernels;
+
+HM_INLINE size_t hm_min_size(size_t a, size_t b) { return a < b ? a : b; }
+
+HM_INLINE uint32_t hm_popcount64(uint64_t v) {
+    v = v - ((v >> 1) & UINT64_C(0x5555555555555555));
+    v = (v & UINT64_C(0x3333333333333333)) + ((v >> 2) & UINT64_C(0x3333333333333333));
+    v = (v + (v >> 4)) & UINT64_C(0x0F0F0F0F0F0F0F0F);
+    return (uint32_t)((v * UINT64_C(0x0101010101010101)) >> 56);
+}
+
+HM_INLINE uint64_t hm_load64(const uint8_t *p) {
+    uint64_t v;
+    memcpy(&v, p, 8);
+    return v;
+}
+
+HM_INLINE float hm_bits_to_float(uint32_t bits) {
+    float f;
+    memcpy(&f, &bits, 4);
+    return f;
+}
+
+HM_INLINE uint32_t hm_float_to_bits(float f) {
+    uint32_t bits;
+    memcpy(&bits, &f, 4);
+    return bits;
+}
+
+/* 64-byte aligned scratch memory; the pointer to free is kept just before it. */
+static void *hm_alloc(size_t bytes) {
+    uint8_t *raw = (uint8_t *)malloc(bytes + 64 + sizeof(void *));
+    uint8_t *aligned;
+    if (raw == NULL) return NULL;
+    aligned = (uint8_t *)(((uintptr_t)raw + sizeof(void *) + 63) & ~(uintptr_t)63);
+    ((void **)aligned)[-1] = raw;
+    return aligned;
+}
+
+static void hm_free(void *p) {
+    if (p != NULL) free(((void **)p)[-1]);
+}
+
+#endif

@@ -1,0 +1,193 @@
+/* Scans with a running top-k: tiles of rows that stay in the L1 cache while every query of a batch
+ * passes over them. Independent of the instruction set; the distances come from the kernel table. */
+#ifndef HM_SEARCH_H
+#define HM_SEARCH_H
+
+#include "common.h"
+
+#define HM_TILE_ROWS 64
+#define HM_TILE_QUERIES 32
+#define HM_TILE_BYTES 32768
+
+/* Insert into a list sorted by (distance, slot). Slots come in ascending order, so an equal distance
+ * goes behind those already there, and never displaces the last. */
+HM_INLINE void hm_topk_insert(uint32_t *best_distance, int64_t *best_slot, size_t k,
+                              uint32_t distance, int64_t slot) {
+    size_t at = k - 1;
+    while (at > 0 && best_distance[at - 1] > distance) {
+        best_distance[at] = best_distance[at - 1];
+        best_slot[at] = best_slot[at - 1];
+        at--;
+    }
+    best_distance[at] = distance;
+    best_slot[at] = slot;
+}
+
+HM_INLINE void hm_topk_tile(const uint32_t *distance, const uint8_t *alive, size_t n, int64_t slot,
+                            uint32_t *best_distance, int64_t *best_slot, size_t k) {
+    uint32_t worst = best_distance[k - 1];
+    size_t r;
+    for (r = 0; r < n; r++)
+        if (distance[r] < worst && alive[r]) {
+            hm_topk_insert(best_distance, best_slot, k, distance[r], slot + (int64_t)r);
+            worst = best_distance[k - 1];
+        }
+}
+
+static void hm_hamming_topk(const hm_kernels *kernels, const uint8_t *rows, const uint8_t *alive,
+                            size_t n, const uint8_t *queries, size_t m, size_t bytes, size_t k,
+                            int64_t first_slot, uint32_t *best_distance, int64_t *best_slot) {
+    HM_ALIGN64 uint32_t distance[HM_TILE_QUERIES * HM_TILE_ROWS];
+    size_t tile = HM_TILE_BYTES / bytes, r, q, i;
+    tile = tile < 1 ? 1 : hm_min_size(tile, HM_TILE_ROWS);
+    for (r = 0; r < n; r += tile) {
+        size_t rows_here = hm_min_size(tile, n - r);
+        for (q = 0; q < m; q += HM_TILE_QUERIES) {
+            size_t queries_here = hm_min_size(HM_TILE_QUERIES, m - q);
+            kernels->hamming(rows + r * bytes, rows_here, queries + q * bytes, queries_here, bytes,
+                             distance, HM_TILE_ROWS);
+            for (i = 0; i < queries_here; i++)
+                hm_topk_tile(distance + i * HM_TILE_ROWS, alive + r, rows_here,
+                             first_slot + (int64_t)r, best_distance + (q + i) * k,
+                             best_slot + (q + i) * k, k);
+        }
+    }
+}
+
+/* All distances of one query, out[r]. */
+static void hm_hamming_all(const hm_kernels *kernels, const uint8_t *rows, size_t n,
+                           const uint8_t *query, size_t bytes, uint32_t *out) {
+    kernels->hamming(rows, n, query, 1, bytes, out, n);
+}
+
+/* Distances of one query to chosen rows; the next ones are fetched while one is counted. */
+static void hm_hamming_at(const hm_kernels *kernels, const uint8_t *rows, const int64_t *at,
+                          size_t n, const uint8_t *query, size_t bytes, uint32_t *out) {
+    size_t i, b;
+    for (i = 0; i < n; i++) {
+        if (i + 4 < n)
+            for (b = 0; b < bytes && b < 1024; b += 64)
+                HM_PREFETCH(rows + (size_t)at[i + 4] * bytes + b);
+        kernels->hamming(rows + (size_t)at[i] * bytes, 1, query, 1, bytes, out + i, 1);
+    }
+}
+
+/* Late interaction. An entry has `lanes` lanes: a power of two up to 64 (entries share a group), or a
+ * multiple of 64 (an entry has several groups). used[e] of them hold sub-signatures; the others of a
+ * shared or started group repeat the first one, whole unused groups are never read. */
+typedef struct {
+    const uint8_t *groups;
+    const uint32_t *used;
+    size_t lanes;
+    size_t bytes; /* of one sub-signature */
+} hm_late_block;
+
+/* Distances of entries [first, first + n) to a query of t prepared tokens: sums over tokens of the
+ * smallest distance. n entries must not leave a group when lanes < 64. */
+HM_INLINE void hm_late_sum(const hm_kernels *kernels, const hm_late_block *block, size_t first,
+                           size_t n, const uint8_t *prepared, size_t t, uint32_t *out) {
+    const size_t group_bytes = block->bytes * HM_LANES;
+    const size_t token_bytes = block->bytes * kernels->late_expand;
+    uint32_t least[HM_TOKENS * HM_LANES];
+    size_t e, token, i, g;
+    for (e = 0; e < n; e++) out[e] = 0;
+    for (token = 0; token < t; token += HM_TOKENS) {
+        size_t tokens = hm_min_size(HM_TOKENS, t - token);
+        const uint8_t *query = prepared + token * token_bytes;
+        if (block->lanes < HM_LANES) {
+            size_t per_group = HM_LANES / block->lanes, offset = first % per_group;
+            kernels->late_min(block->groups + first / per_group * group_bytes, block->bytes, query,
+                              tokens, block->lanes, least);
+            for (i = 0; i < tokens; i++)
+                for (e = 0; e < n; e++) out[e] += least[i * per_group + offset + e];
+            continue;
+        }
+        for (e = 0; e < n; e++) {
+            size_t per_entry = block->lanes / HM_LANES;
+            size_t groups = (block->used[first + e] + HM_LANES - 1) / HM_LANES;
+            const uint8_t *group = block->groups + (first + e) * per_entry * group_bytes;
+            kernels->late_min(group, block->bytes, query, tokens, HM_LANES, least);
+            for (g = 1; g < groups; g++) {
+                uint32_t more[HM_TOKENS];
+                kernels->late_min(group + g * group_bytes, block->bytes, query, tokens, HM_LANES,
+                                  more);
+                for (i = 0; i < tokens; i++) least[i] = more[i] < least[i] ? more[i] : least[i];
+            }
+            for (i = 0; i < tokens; i++) out[e] += least[i];
+        }
+    }
+}
+
+/* Entries that are taken at a time: those of one group, or one. */
+HM_INLINE size_t hm_late_step(const hm_late_block *block, size_t first, size_t n) {
+    size_t per_group = block->lanes < HM_LANES ? HM_LANES / block->lanes : 1;
+    return hm_min_size(per_group - first % per_group, n - first);
+}
+
+/* starts[q] .. starts[q + 1] are the tokens of query q. */
+static void hm_late_topk(const hm_kernels *kernels, const hm_late_block *block,
+                         const uint8_t *alive, size_t n, const uint8_t *prepared,
+                         const int64_t *starts, size_t m, size_t k, int64_t first_slot,
+                         uint32_t *best_distance, int64_t *best_slot) {
+    const size_t token_bytes = block->bytes * kernels->late_expand;
+    uint32_t distance[HM_LANES];
+    size_t e, q, step;
+    for (e = 0; e < n; e += step) {
+        step = hm_late_step(block, e, n);
+        for (q = 0; q < m; q++) {
+            hm_late_sum(kernels, block, e, step, prepared + (size_t)starts[q] * token_bytes,
+                        (size_t)(starts[q + 1] - starts[q]), distance);
+            hm_topk_tile(distance, alive + e, step, first_slot + (int64_t)e, best_distance + q * k,
+                         best_slot + q * k, k);
+        }
+    }
+}
+
+static void hm_late_all(const hm_kernels *kernels, const hm_late_block *block, size_t n,
+                        const uint8_t *prepared, size_t t, uint32_t *out) {
+    size_t e, step;
+    for (e = 0; e < n; e += step) {
+        step = hm_late_step(block, e, n);
+        hm_late_sum(kernels, block, e, step, prepared, t, out + e);
+    }
+}
+
+static void hm_late_at(const hm_kernels *kernels, const hm_late_block *block, const int64_t *at,
+                       size_t n, const uint8_t *prepared, size_t t, uint32_t *out) {
+    size_t i;
+    for (i = 0; i < n; i++) hm_late_sum(kernels, block, (size_t)at[i], 1, prepared, t, out + i);
+}
+
+/* Put the sub-signatures of one record into its lanes. */
+static void hm_late_pack(const uint8_t *record, size_t used, size_t entry, size_t lanes,
+                         size_t bytes, uint8_t *groups) {
+    size_t lane, b, upto = lanes < HM_LANES ? lanes : (used + HM_LANES - 1) / HM_LANES * HM_LANES;
+    for (lane = 0; lane < upto; lane++) {
+        size_t place = entry * lanes + lane;
+        const uint8_t *from = record + (lane < used ? lane : 0) * bytes;
+        uint8_t *to = groups + place / HM_LANES * bytes * HM_LANES + place % HM_LANES;
+        for (b = 0; b < bytes; b++) to[b * HM_LANES] = from[b];
+    }
+}
+
+/* The k smallest live distances, ties to the smaller index, in that order, by counting: O(n + limit).
+ * counts holds limit + 1 zeros, no distance exceeds limit. Returns how many were written. */
+static size_t hm_select(const uint32_t *distance, const uint8_t *alive, size_t n, size_t limit,
+                        size_t k, uint64_t *counts, int64_t *out) {
+    size_t i, total = 0, value;
+    for (i = 0; i < n; i++) counts[distance[i]] += alive[i] != 0;
+    for (value = 0; value <= limit; value++) { /* counts become the place of the next one */
+        size_t here = (size_t)counts[value];
+        counts[value] = total;
+        total += here;
+    }
+    total = hm_min_size(total, k);
+    for (i = 0; i < n; i++)
+        if (alive[i]) {
+            uint64_t place = counts[distance[i]]++;
+            if (place < k) out[place] = (int64_t)i;
+        }
+    return total;
+}
+
+#endif

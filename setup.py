@@ -1,0 +1,36 @@
+"""Build of the compiled kernels; everything else about the package is in pyproject.toml."""
+
+import os
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+HERE = Path(__file__).parent
+
+# Contraction to FMA would make results depend on the machine; fast-math and -march=native likewise.
+UNIX_FLAGS = ["-O3", "-ffp-contract=off", "-fno-math-errno", "-std=c11"]
+MSVC_FLAGS = ["/O2", "/fp:precise", "/std:c11"]
+
+
+class BuildKernels(build_ext):
+    """Choose the compiler's flags once the compiler is known."""
+
+    def build_extensions(self) -> None:
+        flags = MSVC_FLAGS if self.compiler.compiler_type == "msvc" else UNIX_FLAGS
+        for extension in self.extensions:
+            extension.extra_compile_args = [*flags, *extension.extra_compile_args]
+        super().build_extensions()
+
+
+kernels = Extension(
+    "hybridmem._kernels",
+    sources=["hybridmem/_kernels.pyx"],
+    depends=sorted(str(p.relative_to(HERE)) for p in HERE.glob("hybridmem/_simd/*.h")),
+    include_dirs=["hybridmem"],
+)
+if os.environ.get("HYBRIDMEM_CHECKED"):  # bounds checks and C assertions, for hunting a fault
+    kernels.cython_directives = {"boundscheck": True, "wraparound": False}
+    kernels.undef_macros = ["NDEBUG"]
+
+setup(ext_modules=[kernels], cmdclass={"build_ext": BuildKernels})
