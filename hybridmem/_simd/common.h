@@ -52,8 +52,8 @@ typedef struct {
     /* y[i] = sum over j ascending of (x[i + j*folded] with its sign flipped by flips), i < folded. */
     void (*fold)(const float *x, size_t padded, size_t folded, const uint64_t *flips, float *y);
 
-    /* Flip signs, then Walsh-Hadamard of size n in place (strides 1, 2, 4 ...); only y[0..keep) need
-     * be right afterwards; n and keep are powers of two. */
+    /* Flip signs (flips may be NULL: none), then Walsh-Hadamard of size n in place (strides 1, 2,
+     * 4 ...); only y[0..keep) need be right afterwards; n and keep are powers of two. */
     void (*flip_fwht)(float *y, size_t n, size_t keep, const uint64_t *flips);
 
     /* Bit i of out = y[i] >= 0; n is a multiple of 64. */

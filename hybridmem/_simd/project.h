@@ -56,6 +56,7 @@ static void hm_project_row(const hm_kernels *k, const float *x, size_t d, const 
         while (keep < take) keep *= 2;
         k->fold(scaled, padded, folded, flips, y);
         flips += hm_flip_words(padded);
+        k->flip_fwht(y, folded, folded, NULL);
         k->flip_fwht(y, folded, folded, flips);
         flips += hm_flip_words(folded);
         k->flip_fwht(y, folded, keep, flips);

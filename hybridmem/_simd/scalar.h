@@ -54,7 +54,8 @@ HM_INLINE void hm_fwht_stages(float *y, size_t n, size_t keep, size_t first) {
 
 static void hm_flip_fwht_scalar(float *y, size_t n, size_t keep, const uint64_t *flips) {
     size_t i;
-    for (i = 0; i < n; i++) y[i] = hm_flip1(y[i], flips, i);
+    if (flips != NULL)
+        for (i = 0; i < n; i++) y[i] = hm_flip1(y[i], flips, i);
     hm_fwht_stages(y, n, keep, 1);
 }
 

@@ -1,0 +1,407 @@
+"""The signatures of one layer in memory, and exact search over them.
+
+Signatures lie in append-only blocks of a fixed size, so that growing never copies and a view taken
+earlier stays valid while entries are added. Nothing here locks: the store lets one thread at a time
+call extend, remove and view; views may be searched by any thread at any time.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from hybridmem import _kernels
+from hybridmem.hdc import SignatureSpec
+
+__all__ = ["IndexView", "LayerIndex"]
+
+_U8 = NDArray[np.uint8]
+_U32 = NDArray[np.uint32]
+_U64 = NDArray[np.uint64]
+_I64 = NDArray[np.int64]
+_Unsigned = TypeVar("_Unsigned", np.uint8, np.uint32, np.uint64)
+
+BLOCK_BYTES = 1 << 21
+
+LANES = 64  # sub-signatures whose bytes lie side by side, as the kernels want them
+
+# Up to here a sorted list of the best is kept during the scan; above, all distances are computed
+# and the best are counted out, which costs O(n) whatever k is.
+RUNNING_K = 64
+
+_MAX_DISTANCE = 2**32 - 2  # 2**32 - 1 marks an empty place
+
+
+def _aligned(shape: tuple[int, ...]) -> _U8:
+    """Uninitialised bytes on a cache-line boundary."""
+    size = int(np.prod(shape, dtype=object))
+    raw = np.empty(size + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + size].reshape(shape)
+
+
+def _unsigned(values: ArrayLike, dtype: type[_Unsigned], name: str) -> NDArray[_Unsigned]:
+    """C-contiguous array of this type; ValueError where a value would change."""
+    array = np.asarray(values)
+    if array.dtype != dtype and array.size:
+        if array.dtype.kind not in "iu":
+            raise TypeError(f"{name} must hold integers, got {array.dtype}")
+        if int(array.min()) < 0 or int(array.max()) > int(np.iinfo(dtype).max):
+            raise ValueError(f"{name} must fit {np.dtype(dtype)}")
+    return np.ascontiguousarray(array, dtype)
+
+
+class _Layout:
+    """How the signatures of a block lie in memory."""
+
+    def __init__(self, spec: SignatureSpec) -> None:
+        self.spec = spec
+        self.sub_bytes = spec.bits // 8
+        slots = spec.slots
+        if slots < LANES:
+            self.lanes = 1 << (slots - 1).bit_length()
+        else:
+            self.lanes = -(-slots // LANES) * LANES
+        entry_bytes = spec.record_bytes if spec.pooled else self.lanes * self.sub_bytes
+        self.capacity = max(LANES, BLOCK_BYTES // entry_bytes // LANES * LANES)
+
+    def allocate(self) -> _U8:
+        if self.spec.pooled:
+            return _aligned((self.capacity, self.sub_bytes))
+        return _aligned((self.capacity * self.lanes // LANES, self.sub_bytes, LANES))
+
+    def used(self, n_tokens: _U32) -> _U32:
+        """Lanes in use of entries of so many tokens."""
+        if self.spec.pooled:
+            return np.ones_like(n_tokens)
+        runs = -(-n_tokens.astype(np.int64) // self.spec.signature_tokens)
+        return np.minimum(runs, self.spec.slots).astype(np.uint32)
+
+    def entries(self, data: _U8) -> NDArray[Any]:
+        """A block's data with one index (pooled, own groups) or two (shared groups) per entry."""
+        if self.spec.pooled or self.lanes >= LANES:
+            return data.reshape(self.capacity, -1)
+        shared = LANES // self.lanes
+        return data.reshape(-1, self.sub_bytes, shared, self.lanes)
+
+    def move(self, source: _U8, rows: _I64, target: _U8, at: int) -> None:
+        """Copy entries into another block, from position `at` on."""
+        new = np.arange(at, at + len(rows))
+        old_entries, new_entries = self.entries(source), self.entries(target)
+        if old_entries.ndim == 2:
+            new_entries[new] = old_entries[rows]
+        else:
+            shared = LANES // self.lanes
+            moved = old_entries[rows // shared, :, rows % shared]
+            new_entries[new // shared, :, new % shared] = moved
+
+
+class _Block:
+    """A fixed number of places; only places below the owner's count are filled."""
+
+    __slots__ = ("alive", "data", "ids", "used")
+
+    def __init__(self, layout: _Layout) -> None:
+        self.data = layout.allocate()
+        self.ids: _U64 = np.zeros(layout.capacity, np.uint64)
+        self.alive: _U8 = np.zeros(layout.capacity, np.uint8)
+        self.used: _U32 = np.zeros(layout.capacity, np.uint32)
+
+
+class LayerIndex:
+    """Signatures of the entries of one layer.
+
+    Parameters
+    ----------
+    spec : SignatureSpec
+        What a record's signature holds.
+    """
+
+    def __init__(self, spec: SignatureSpec) -> None:
+        self.spec = spec
+        self._layout = _Layout(spec)
+        self._blocks: tuple[_Block, ...] = ()
+        self._places = 0  # filled, dead ones included
+        self._live = 0
+        self._last_id = -1
+
+    def __len__(self) -> int:
+        """Number of live entries."""
+        return self._live
+
+    def extend(self, ids: ArrayLike, n_tokens: ArrayLike, signatures: ArrayLike) -> None:
+        """Append entries.
+
+        Parameters
+        ----------
+        ids : array_like of uint64, [n]
+            Ascending, and above every id added before.
+        n_tokens : array_like of uint32, [n]
+            At least 1.
+        signatures : array_like of uint8, [n, hdc_dim // 8]
+            The records' signature fields.
+        """
+        new_ids = _unsigned(ids, np.uint64, "ids")
+        tokens = _unsigned(n_tokens, np.uint32, "n_tokens")
+        records = _unsigned(signatures, np.uint8, "signatures")
+        n = len(new_ids) if new_ids.ndim == 1 else -1
+        if tokens.shape != (n,) or records.shape != (n, self.spec.record_bytes):
+            raise ValueError(
+                f"ids [n], n_tokens [n] and signatures [n, {self.spec.record_bytes}] expected, got "
+                f"{new_ids.shape}, {tokens.shape} and {records.shape}"
+            )
+        if n == 0:
+            return
+        if int(new_ids[0]) <= self._last_id or bool((new_ids[1:] <= new_ids[:-1]).any()):
+            raise ValueError("ids must ascend and lie above those added before")
+        if not tokens.all():
+            raise ValueError("n_tokens must be at least 1")
+        used = self._layout.used(tokens)
+        done = 0
+        while done < n:
+            at = self._places % self._layout.capacity
+            if at == 0:
+                self._blocks = (*self._blocks, _Block(self._layout))
+            part = slice(done, done + min(n - done, self._layout.capacity - at))
+            self._fill(self._blocks[-1], at, new_ids[part], used[part], records[part])
+            done = part.stop
+        self._last_id = int(new_ids[-1])
+
+    def _fill(self, block: _Block, at: int, ids: _U64, used: _U32, records: _U8) -> None:
+        count = len(ids)
+        place = slice(at, at + count)
+        if self.spec.pooled:
+            block.data[place] = records
+        else:
+            _kernels.late_pack(records, used, at, self._layout.lanes, block.data)
+        block.ids[place] = ids
+        block.used[place] = used
+        block.alive[place] = 1
+        self._places += count
+        self._live += count
+
+    def remove(self, entry_id: int) -> None:
+        """Take an entry out of later views' results; KeyError where there is none."""
+        number = bisect_right(self._blocks, entry_id, key=lambda block: int(block.ids[0])) - 1
+        if number < 0 or entry_id > self._last_id:
+            raise KeyError(entry_id)
+        block = self._blocks[number]
+        filled = min(self._layout.capacity, self._places - number * self._layout.capacity)
+        row = int(np.searchsorted(block.ids[:filled], np.uint64(entry_id)))
+        if row == filled or int(block.ids[row]) != entry_id or not block.alive[row]:
+            raise KeyError(entry_id)
+        block.alive[row] = 0
+        self._live -= 1
+        if 2 * self._live < self._places:
+            self._rebuild()
+
+    def _rebuild(self) -> None:
+        """Move the live entries into new blocks; views keep the old ones."""
+        view = self.view()
+        capacity = self._layout.capacity
+        blocks: list[_Block] = []
+        places = 0
+        for old, filled in view.parts():
+            rows = np.flatnonzero(old.alive[:filled]).astype(np.int64)
+            while len(rows):
+                at = places % capacity
+                if at == 0:
+                    blocks.append(_Block(self._layout))
+                new, taken = blocks[-1], rows[: capacity - at]
+                place = slice(at, at + len(taken))
+                self._layout.move(old.data, taken, new.data, at)
+                new.ids[place] = old.ids[taken]
+                new.used[place] = old.used[taken]
+                new.alive[place] = 1
+                places += len(taken)
+                rows = rows[len(taken) :]
+        self._blocks, self._places = tuple(blocks), places
+
+    def view(self) -> IndexView:
+        """The entries there are now; stays searchable while entries are added and removed.
+
+        A removal may or may not show in a view taken before it.
+        """
+        return IndexView(self._layout, self._blocks, self._places)
+
+
+class IndexView:
+    """A layer's entries at one moment. Made by LayerIndex.view()."""
+
+    __slots__ = ("_blocks", "_layout", "_places")
+
+    def __init__(self, layout: _Layout, blocks: tuple[_Block, ...], places: int) -> None:
+        self._layout = layout
+        self._blocks = blocks
+        self._places = places
+
+    def parts(self) -> list[tuple[_Block, int]]:
+        """Each block with the number of its places that belong to this view."""
+        capacity = self._layout.capacity
+        return [
+            (block, min(capacity, self._places - start))
+            for block, start in zip(self._blocks, range(0, self._places, capacity), strict=True)
+        ]
+
+    def find(self, entry_ids: _U64) -> _I64:
+        """Places of the live entries among these ascending ids."""
+        parts = self.parts()
+        if not parts or not len(entry_ids):
+            return np.empty(0, np.int64)
+        firsts = np.array([block.ids[0] for block, _ in parts], np.uint64)
+        bounds = [*np.searchsorted(entry_ids, firsts).tolist(), len(entry_ids)]
+        found: list[_I64] = []
+        for number, (low, high) in enumerate(pairwise(bounds)):
+            if low == high:
+                continue
+            block, filled = parts[number]
+            wanted = entry_ids[low:high]
+            rows = np.searchsorted(block.ids[:filled], wanted).astype(np.int64)
+            inside = rows < filled
+            rows, wanted = rows[inside], wanted[inside]
+            rows = rows[(block.ids[rows] == wanted) & (block.alive[rows] != 0)]
+            found.append(rows + number * self._layout.capacity)
+        return np.concatenate(found) if found else np.empty(0, np.int64)
+
+    def search(
+        self, queries: Sequence[_U8], k: int, entry_ids: _U64 | None = None
+    ) -> list[tuple[_U64, _U32]]:
+        """The k entries at the smallest distance from each query, ties to the smaller id.
+
+        Parameters
+        ----------
+        queries : sequence of ndarray of uint8, [query_tokens, bits // 8]
+            As hdc.sign_query makes them; one row where signatures are pooled.
+        k : int
+            At least 1; may exceed the number of entries.
+        entry_ids : ndarray of uint64, optional
+            Search only these; ids that are not here are passed over.
+
+        Returns
+        -------
+        list of (ids uint64 [<= k], distances uint32 [<= k]), one pair per query
+            Hamming distances; with sub-signatures, sums over query tokens of the smallest one.
+        """
+        if k < 1:
+            raise ValueError(f"k must be at least 1, got {k}")
+        checked = [self._check_query(query) for query in queries]
+        if not checked:
+            return []
+        if entry_ids is not None:
+            wanted = np.unique(_unsigned(entry_ids, np.uint64, "entry_ids"))
+            places = self.find(wanted)
+            return [self._search_at(query, k, places) for query in checked]
+        k = min(int(k), self._places)
+        if k == 0:
+            return [_nothing() for _ in checked]
+        if k <= RUNNING_K:
+            return self._search_running(checked, k)
+        return [self._search_counted(query, k) for query in checked]
+
+    def _check_query(self, query: _U8) -> _U8:
+        array = np.asarray(query)
+        width = self._layout.sub_bytes
+        if array.dtype != np.uint8 or array.ndim != 2 or array.shape[1] != width:
+            raise ValueError(
+                f"a query must be uint8 [tokens, {width}], got {array.dtype} {array.shape}"
+            )
+        tokens = array.shape[0]
+        if tokens < 1 or (self._layout.spec.pooled and tokens != 1):
+            raise ValueError(f"a query of {tokens} signatures does not fit {self._layout.spec}")
+        if tokens * self._layout.spec.bits > _MAX_DISTANCE:
+            raise ValueError(f"a query of {tokens} tokens is too long for 32-bit distances")
+        return np.ascontiguousarray(array)
+
+    def _search_running(self, queries: list[_U8], k: int) -> list[tuple[_U64, _U32]]:
+        """One pass over the blocks for all queries."""
+        best_distance = np.full((len(queries), k), 2**32 - 1, np.uint32)
+        best_place = np.full((len(queries), k), -1, np.int64)
+        rows = np.concatenate(queries) if len(queries) > 1 else queries[0]
+        starts = np.cumsum([0, *(len(query) for query in queries)], dtype=np.int64)
+        first = 0
+        for block, filled in self.parts():
+            alive = block.alive[:filled]
+            if self._layout.spec.pooled:
+                _kernels.hamming_topk(
+                    block.data[:filled], rows, alive, first, best_distance, best_place
+                )
+            else:
+                _kernels.late_topk(
+                    block.data,
+                    block.used,
+                    self._layout.lanes,
+                    rows,
+                    starts,
+                    alive,
+                    first,
+                    best_distance,
+                    best_place,
+                )
+            first += filled
+        results = []
+        for distances, places in zip(best_distance, best_place, strict=True):
+            found = places >= 0
+            results.append((self._ids(places[found]), distances[found]))
+        return results
+
+    def _search_counted(self, query: _U8, k: int) -> tuple[_U64, _U32]:
+        """All distances, then the k smallest."""
+        distances = np.empty(self._places, np.uint32)
+        first = 0
+        for block, filled in self.parts():
+            out = distances[first : first + filled]
+            if self._layout.spec.pooled:
+                _kernels.hamming_all(block.data[:filled], query[0], out)
+            else:
+                _kernels.late_all(block.data, block.used, self._layout.lanes, query, out)
+            first += filled
+        alive = np.concatenate([block.alive[:filled] for block, filled in self.parts()])
+        places = self._smallest(distances, alive, k, len(query))
+        return self._ids(places), distances[places]
+
+    def _search_at(self, query: _U8, k: int, places: _I64) -> tuple[_U64, _U32]:
+        """Only the entries at these ascending places."""
+        if not len(places):
+            return _nothing()
+        distances = np.empty(len(places), np.uint32)
+        parts = self.parts()
+        capacity = self._layout.capacity
+        bounds = np.searchsorted(places, np.arange(len(parts) + 1) * capacity)
+        for number, (low, high) in enumerate(pairwise(bounds.tolist())):
+            if low == high:
+                continue
+            block, rows = parts[number][0], places[low:high] - number * capacity
+            out = distances[low:high]
+            if self._layout.spec.pooled:
+                _kernels.hamming_at(block.data, rows, query[0], out)
+            else:
+                _kernels.late_at(block.data, block.used, self._layout.lanes, rows, query, out)
+        alive = np.ones(len(places), np.uint8)
+        chosen = self._smallest(distances, alive, min(int(k), len(places)), len(query))
+        return self._ids(places[chosen]), distances[chosen]
+
+    def _smallest(self, distances: _U32, alive: _U8, k: int, tokens: int) -> _I64:
+        limit = self._layout.spec.denominator(tokens)
+        if limit > 65536 + 4 * len(distances):  # counting would cost more than sorting
+            live = np.flatnonzero(alive).astype(np.int64)
+            return live[np.argsort(distances[live], kind="stable")[:k]]
+        out = np.empty(k, np.int64)
+        return out[: _kernels.select_smallest(distances, alive, limit, out)]
+
+    def _ids(self, places: _I64) -> _U64:
+        """Ids at these places."""
+        out = np.empty(len(places), np.uint64)
+        blocks = places // self._layout.capacity
+        for number in np.unique(blocks).tolist():
+            here = blocks == number
+            out[here] = self._blocks[number].ids[places[here] % self._layout.capacity]
+        return out
+
+
+def _nothing() -> tuple[_U64, _U32]:
+    return np.empty(0, np.uint64), np.empty(0, np.uint32)

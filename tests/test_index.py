@@ -1,0 +1,257 @@
+"""LayerIndex: exact search against a list of records, while entries come and go."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+import twins
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridmem import _index, hdc
+from hybridmem._index import LayerIndex
+from hybridmem.hdc import SignatureSpec
+
+SPECS = [
+    SignatureSpec(64),
+    SignatureSpec(192),
+    SignatureSpec(4096),
+    SignatureSpec(512, 1, 64),
+    SignatureSpec(320, 3, 64),
+    SignatureSpec(512, 2, 0),
+    SignatureSpec(4096, 1, 64),
+    SignatureSpec(65 * 64, 1, 64),
+    SignatureSpec(4096, 16, 1024),
+]
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of 64 entries, so that a few hundred entries fill several."""
+    monkeypatch.setattr(_index, "BLOCK_BYTES", 1)
+
+
+class Model:
+    """The same index as a dictionary, searched with the twins."""
+
+    def __init__(self, spec: SignatureSpec, seed: int, few: bool) -> None:
+        self.spec = spec
+        self.rng = np.random.default_rng(seed)
+        self.values = 2 if few else 256  # few values: many ties
+        self.index = LayerIndex(spec)
+        self.records: dict[int, np.ndarray] = {}
+        self.next_id = 1
+
+    def subs(self, n: int) -> np.ndarray:
+        return self.rng.integers(0, self.values, (n, self.spec.bits // 8), dtype=np.uint8)
+
+    def extend(self, n: int) -> None:
+        steps = self.rng.integers(1, 4, n)
+        ids = (self.next_id + np.cumsum(steps)).astype(np.uint64)
+        longest = max(1, self.spec.slots * max(1, self.spec.signature_tokens) * 5 // 4)
+        tokens = self.rng.integers(1, longest + 1, n).astype(np.uint32)
+        records = np.zeros((n, self.spec.record_bytes), np.uint8)
+        for i in range(n):
+            subs = self.subs(self.spec.used_slots(int(tokens[i])))
+            records[i, : subs.size] = subs.reshape(-1)
+            self.records[int(ids[i])] = subs
+        self.index.extend(ids, tokens, records)
+        if n:
+            self.next_id = int(ids[-1]) + 1
+
+    def remove(self, share: float) -> None:
+        for entry_id in [i for i in self.records if self.rng.random() < share]:
+            self.index.remove(entry_id)
+            del self.records[entry_id]
+
+    def query(self, tokens: int) -> np.ndarray:
+        return self.subs(1 if self.spec.pooled else tokens)
+
+    def expect(self, query: np.ndarray, k: int, among: set[int] | None = None) -> list:
+        found = sorted(
+            (twins.late(subs, query), i)
+            for i, subs in self.records.items()
+            if among is None or i in among
+        )
+        return [(i, d) for d, i in found[:k]]
+
+    def check(self, view: _index.IndexView, k: int, among: list[int] | None = None) -> None:
+        queries = [self.query(t) for t in (1, 9, 2)]
+        ids = None if among is None else np.array(among, np.uint64)
+        results = view.search(queries, k, ids)
+        assert len(results) == 3
+        for query, (got_ids, got_distances) in zip(queries, results, strict=True):
+            assert (got_ids.dtype, got_distances.dtype) == (np.uint64, np.uint32)
+            got = list(zip(got_ids.tolist(), got_distances.tolist(), strict=True))
+            assert got == self.expect(query, k, None if among is None else set(among))
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_every_level_and_kind(simd: str, spec: SignatureSpec) -> None:
+    model = Model(spec, 1, few=False)
+    model.extend(150)
+    model.remove(0.2)
+    model.extend(3)
+    for k in (1, 7, 64, 65, 1000):
+        model.check(model.index.view(), k)
+    chosen = [0, 10**9, 2**64 - 1, *list(model.records)[::3]]
+    model.check(model.index.view(), 5, chosen + chosen[:9])
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    spec=st.sampled_from([s for s in SPECS if s.hdc_dim <= 512]),
+    seed=st.integers(0, 2**32 - 1),
+    few=st.booleans(),
+    steps=st.lists(
+        st.one_of(
+            st.tuples(st.just("extend"), st.integers(0, 100)),
+            st.tuples(st.just("remove"), st.floats(0, 1)),
+            st.tuples(st.just("search"), st.sampled_from([1, 3, 64, 70, 2**62])),
+            st.tuples(st.just("among"), st.integers(0, 50)),
+        ),
+        max_size=12,
+    ),
+)
+def test_any_history(spec: SignatureSpec, seed: int, few: bool, steps: list) -> None:
+    model = Model(spec, seed, few)
+    for step, value in steps:
+        if step == "extend":
+            model.extend(value)
+        elif step == "remove":
+            model.remove(value)
+        elif step == "search":
+            model.check(model.index.view(), value)
+        else:
+            ids = model.rng.integers(0, model.next_id + 5, value).tolist()
+            model.check(model.index.view(), 10, ids)
+        assert len(model.index) == len(model.records)
+    model.check(model.index.view(), 5)
+
+
+def test_empty() -> None:
+    index = LayerIndex(SignatureSpec(64))
+    query = np.zeros((1, 8), np.uint8)
+    for among in (None, np.array([1, 2], np.uint64), []):
+        ((ids, distances),) = index.view().search([query], 3, among)
+        assert (len(ids), len(distances)) == (0, 0)
+    assert index.view().search([], 3) == []
+    with pytest.raises(KeyError):
+        index.remove(1)
+
+
+def test_removing_more_than_half_rebuilds_and_old_views_hold() -> None:
+    model = Model(SignatureSpec(512, 1, 64), 3, few=False)
+    model.extend(200)
+    view, before = model.index.view(), dict(model.records)
+    places = model.index._places
+    model.remove(0.8)
+    assert model.index._places < places
+    model.check(model.index.view(), 300)
+    found = view.search([model.query(2)], 1000)[0][0].tolist()
+    assert set(model.records) <= set(found) <= set(before)
+    model.extend(100)
+    model.check(model.index.view(), 300)
+
+
+@pytest.mark.parametrize("bad", [0, 1, 5, 10**6, -1, 2**64, 2**70])
+def test_removing_what_is_not_there(bad: int) -> None:
+    index = LayerIndex(SignatureSpec(64))
+    index.extend([2, 4, 9], [1, 1, 1], np.zeros((3, 8), np.uint8))
+    with pytest.raises(KeyError):
+        index.remove(bad)
+    index.remove(9)
+    with pytest.raises(KeyError):
+        index.remove(9)
+    assert len(index) == 2
+
+
+@pytest.mark.parametrize("spec", [SignatureSpec(256), SignatureSpec(512, 1, 64)], ids=str)
+def test_views_hold_while_another_thread_extends(spec: SignatureSpec) -> None:
+    model = Model(spec, 9, few=False)
+    model.extend(300)
+    view = model.index.view()
+    queries = [model.query(3) for _ in range(4)]
+    want = [model.expect(query, 70) for query in queries]
+    stop = threading.Event()
+    more = np.random.default_rng(1).integers(0, 256, (50, spec.record_bytes), dtype=np.uint8)
+
+    def extend() -> None:
+        next_id = 10**6
+        while not stop.is_set() and next_id < 10**6 + 400_000:
+            model.index.extend(np.arange(next_id, next_id + 50), np.full(50, 3), more)
+            next_id += 50
+
+    thread = threading.Thread(target=extend)
+    thread.start()
+    try:
+        for _ in range(100):
+            for k in (5, 70):
+                for (ids, distances), wanted in zip(view.search(queries, k), want, strict=True):
+                    pairs = zip(ids.tolist(), distances.tolist(), strict=True)
+                    assert list(pairs) == wanted[:k]
+    finally:
+        stop.set()
+        thread.join()
+    assert len(model.index) > 300
+
+
+def test_signatures_find_their_entry() -> None:
+    rng = np.random.default_rng(0)
+    for spec in (SignatureSpec(1024), SignatureSpec(1024, 2, 128)):
+        projector, index = spec.projector(48), LayerIndex(spec)
+        entries = rng.standard_normal((100, 9, 48)).astype(np.float32)
+        records = np.array([hdc.sign_entry(projector, spec, keys) for keys in entries])
+        index.extend(np.arange(1, 101), np.full(100, 9), records)
+        keys = entries[41] if spec.pooled else hdc.mean_pool(entries[41], 2)
+        ((ids, distances),) = index.view().search([hdc.sign_query(projector, spec, keys)], 3)
+        assert (ids[0], distances[0]) == (42, 0)
+
+
+@pytest.mark.parametrize(
+    ("ids", "tokens", "records", "says"),
+    [
+        ([5], [1], np.zeros((1, 9), np.uint8), r"\[n, 8\]"),
+        ([5], [1, 1], np.zeros((1, 8), np.uint8), "n_tokens"),
+        (5, 1, np.zeros(8, np.uint8), "expected"),
+        ([4], [1], np.zeros((1, 8), np.uint8), "ascend"),
+        ([6, 6], [1, 1], np.zeros((2, 8), np.uint8), "ascend"),
+        ([7, 6], [1, 1], np.zeros((2, 8), np.uint8), "ascend"),
+        ([6], [0], np.zeros((1, 8), np.uint8), "n_tokens must be at least 1"),
+        ([6], [2**32], np.zeros((1, 8), np.uint8), "n_tokens must fit uint32"),
+        ([-6], [1], np.zeros((1, 8), np.uint8), "ids must fit uint64"),
+        ([6.0], [1], np.zeros((1, 8), np.uint8), "ids must hold integers"),
+        ([6], [1], np.full((1, 8), 256), "signatures must fit uint8"),
+    ],
+)
+def test_wrong_entries(ids: object, tokens: object, records: np.ndarray, says: str) -> None:
+    index = LayerIndex(SignatureSpec(64))
+    index.extend([4], [1], np.zeros((1, 8), np.uint8))
+    with pytest.raises((TypeError, ValueError), match=says):
+        index.extend(ids, tokens, records)  # type: ignore[arg-type]
+    assert len(index) == 1
+    index.extend([5], [1], np.zeros((1, 8), np.uint8))
+
+
+@pytest.mark.parametrize(
+    ("spec", "query", "k", "says"),
+    [
+        (SignatureSpec(64), np.zeros((1, 8), np.uint8), 0, "k must be at least 1"),
+        (SignatureSpec(64), np.zeros((2, 8), np.uint8), 1, "2 signatures"),
+        (SignatureSpec(64), np.zeros((0, 8), np.uint8), 1, "0 signatures"),
+        (SignatureSpec(64), np.zeros((1, 16), np.uint8), 1, r"\[tokens, 8\]"),
+        (SignatureSpec(64), np.zeros(8, np.uint8), 1, r"\[tokens, 8\]"),
+        (SignatureSpec(64), np.zeros((1, 8), np.int8), 1, "int8"),
+        (
+            SignatureSpec(2**20, 1),
+            np.lib.stride_tricks.as_strided(np.zeros(1, np.uint8), (4096, 2**17), (0, 0)),
+            1,
+            "too long for 32-bit",
+        ),
+    ],
+)
+def test_wrong_query(spec: SignatureSpec, query: np.ndarray, k: int, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        LayerIndex(spec).view().search([query], k)
