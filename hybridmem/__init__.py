@@ -1,0 +1,50 @@
+"""HybridMem: a memory on disk for the keys and values that leave a language model's cache."""
+
+from hybridmem import hdc
+from hybridmem._kernels import simd_level
+from hybridmem.attention import augmented_kv
+from hybridmem.config import Config
+from hybridmem.errors import (
+    CorruptStoreError,
+    HybridMemError,
+    ModelMismatchError,
+    ReadOnlyError,
+    SnapshotGoneError,
+    StoreClosedError,
+    StoreExistsError,
+    StoreFullError,
+    StoreIOError,
+    StoreLockedError,
+    StoreNotFoundError,
+    VersionError,
+)
+from hybridmem.opening import create, open
+from hybridmem.results import Entry, Hit, Stats
+from hybridmem.store import Store
+
+__all__ = [
+    "Config",
+    "CorruptStoreError",
+    "Entry",
+    "Hit",
+    "HybridMemError",
+    "ModelMismatchError",
+    "ReadOnlyError",
+    "SnapshotGoneError",
+    "Stats",
+    "Store",
+    "StoreClosedError",
+    "StoreExistsError",
+    "StoreFullError",
+    "StoreIOError",
+    "StoreLockedError",
+    "StoreNotFoundError",
+    "VersionError",
+    "augmented_kv",
+    "create",
+    "hdc",
+    "open",
+    "simd_level",
+]
+
+__version__ = "0.1.0"

@@ -1,0 +1,532 @@
+"""The commit protocol: how what was put, evicted and compacted becomes durable (docs/durability.md).
+
+The rename of index.json is the only commit point. Whatever fails before it is undone and leaves the
+last commit; whatever fails at it or after it leaves a writer that refuses to go on, since what reached the
+disk is not known. Nothing is removed that a committed index.json may name.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from math import isqrt
+from typing import NamedTuple
+
+import numpy as np
+
+from hybridmem import _fileio
+from hybridmem._codec import Tensor
+from hybridmem._entries import ENTRIES_NAME, EntryTable, Rows, dead_ranges
+from hybridmem._fileio import Buffer, Directory, UnknownOutcomeError
+from hybridmem._format import extend_checksums, shard_name, shard_number
+from hybridmem._manifest import INDEX_NAME, Manifest, ShardInfo, read_manifest
+from hybridmem._shards import MAX_SHARD_ENTRIES, ShardPool, check_files, write_shard
+from hybridmem.config import Config
+from hybridmem.errors import CorruptStoreError, StoreFullError, StoreIOError
+
+__all__ = ["RESERVE_NAME", "Loaded", "Writer", "disk_shares", "initialise", "load", "recover"]
+
+RESERVE_NAME = "reserve"
+_PAGE = 4096
+#: Records written per buffer of a compaction.
+_PIECE_RECORDS = 8192
+
+
+def initialise(directory: Directory, config: Config) -> Manifest:
+    """Make an empty store in a locked directory; it is durable on return."""
+    manifest = Manifest(config=config, store_id=secrets.token_hex(16), generation=1)
+    directory.update_file(ENTRIES_NAME, [])
+    directory.sync()
+    directory.rename(directory.write_temporary([manifest.encode()], INDEX_NAME), INDEX_NAME)
+    directory.sync()
+    return manifest
+
+
+class Loaded(NamedTuple):
+    """A committed manifest, its records and the name of the file that they are in."""
+
+    manifest: Manifest
+    table: EntryTable
+    entries_name: str
+
+
+def load(directory: Directory, io: str) -> Loaded:
+    """Read and verify the last commit.
+
+    A commit that is under way in another process can be met half-way: as long as index.json changes, the
+    reading is begun anew.
+    """
+    manifest = read_manifest(directory)
+    while True:
+        try:
+            table, name = _load_records(directory, manifest, io)
+            check_files(directory, manifest.shards)
+            return Loaded(manifest, table, name)
+        except CorruptStoreError:
+            newer = read_manifest(directory)
+            if newer == manifest:
+                raise
+            manifest = newer
+
+
+def _load_records(directory: Directory, manifest: Manifest, io: str) -> tuple[EntryTable, str]:
+    # A compaction commits while its records still have the name of their generation; they may get their
+    # final name between a look at the one and a look at the other.
+    errors = []
+    for name in (ENTRIES_NAME, manifest.entries_name, ENTRIES_NAME):
+        try:
+            return EntryTable.load(directory, name, manifest, io), name
+        except (CorruptStoreError, FileNotFoundError) as error:
+            errors.append(error)
+    if isinstance(errors[0], CorruptStoreError):
+        raise errors[0]
+    if manifest.n_records == 0:
+        return EntryTable.empty(directory, manifest.config), ENTRIES_NAME
+    path = str(directory.path / ENTRIES_NAME)
+    raise CorruptStoreError(f"{path} is missing", path=path)
+
+
+def recover(directory: Directory, loaded: Loaded) -> None:
+    """Finish or clear away what a writer that died left behind. The directory is locked."""
+    manifest, table, entries_name = loaded
+    if entries_name != ENTRIES_NAME:
+        directory.rename(entries_name, ENTRIES_NAME)
+        directory.sync()
+    live = {shard.number for shard in manifest.shards}
+    for name in directory.names():
+        number = shard_number(name)
+        orphan = number is not None and number not in live
+        if orphan or _fileio.is_temporary(name) or name.startswith(f"{ENTRIES_NAME}.g"):
+            directory.remove(name)
+    try:
+        size = directory.size(ENTRIES_NAME)
+    except FileNotFoundError:
+        directory.update_file(ENTRIES_NAME, [])
+        directory.sync()
+        return
+    if size > manifest.n_records * table.dtype.itemsize:
+        directory.truncate_file(ENTRIES_NAME, manifest.n_records * table.dtype.itemsize)
+
+
+class Writer:
+    """Holds what is not committed yet and commits it. The store's lock guards it.
+
+    Attributes
+    ----------
+    manifest : Manifest
+        The last commit.
+    pending : dict of int to list of Tensor
+        Keys and values of entries that are in no shard yet.
+    pending_bytes : int
+    """
+
+    def __init__(
+        self, directory: Directory, manifest: Manifest, table: EntryTable, pool: ShardPool, io: str
+    ) -> None:
+        self.manifest = manifest
+        self.table = table
+        self.pending: dict[int, list[Tensor]] = {}
+        self.pending_bytes = 0
+        self.next_entry_id = manifest.next_entry_id
+        self.accessed: set[int] = set()
+        self.failure: BaseException | None = None
+        self._directory = directory
+        self._pool = pool
+        self._io = io
+        self._next_shard = manifest.next_shard
+        self._spilled: dict[int, ShardInfo] = {}
+        self._marked = False
+        self._committing = False
+        self._reserve = 0
+        self.index_bytes = len(manifest.encode())
+        shards, counts = np.unique(
+            table.column("shard_idx")[table.alive_rows()], return_counts=True
+        )
+        self._live: dict[int, int] = dict(zip(shards.tolist(), counts.tolist(), strict=True))
+        self._renew_reserve()
+
+    # -- changes, in memory until the next commit --------------------------------------------------
+
+    def add(self, entry_id: int, tensors: list[Tensor], nbytes: int) -> None:
+        """Keep the tensors of an entry that was put."""
+        self.pending[entry_id] = tensors
+        self.pending_bytes += nbytes
+        self.next_entry_id = entry_id + 1
+
+    def room_for(self, nbytes: int, config: Config) -> bool:
+        """Whether an entry fits the shard that is being filled."""
+        full = (
+            self.pending_bytes + nbytes > config.shard_max_bytes
+            or len(self.pending) >= MAX_SHARD_ENTRIES
+        )
+        return not (full and self.pending)
+
+    def kill(self, row: int) -> None:
+        """Mark a live entry dead; if it was never written, it never will be."""
+        entry_id = int(self.table.columns["entry_id"][row])
+        self.table.kill(row)
+        tensors = self.pending.pop(entry_id, None)
+        if tensors is not None:
+            self.pending_bytes -= _nbytes(tensors)
+        else:
+            self._live[int(self.table.columns["shard_idx"][row])] -= 1
+        if row < self.table.n_committed:
+            self._marked = True
+
+    def spill(self, config: Config) -> None:
+        """Move the pending tensors to shards on disk, which no commit names yet."""
+        self._check()
+        written: list[ShardInfo] = []
+        try:
+            self._write_pending(config, written)
+        except BaseException as error:
+            self._failed(error, written)
+            raise
+        self._spilled.update({info.number: info for info in written})
+        self.pending.clear()
+        self.pending_bytes = 0
+
+    # -- commits ----------------------------------------------------------------------------------
+
+    def flush(self, config: Config) -> bool:
+        """Commit everything; return whether a new generation was made."""
+        self._check()
+        table = self.table
+        n_before = table.n_committed
+        new_rows = n_before + np.flatnonzero(table.alive[n_before : table.n_rows])
+        is_commit = len(new_rows) > 0 or self._marked or config != self.manifest.config
+        if not is_commit and self.next_entry_id == self.manifest.next_entry_id:
+            self._write_access_counts()
+            return False
+        written: list[ShardInfo] = []
+        try:
+            self._write_pending(config, written)
+            records = table.records(new_rows)
+            pieces = self._access_pieces()
+            if len(new_rows):
+                pieces.append((n_before * table.dtype.itemsize, [memoryview(records).cast("B")]))
+            if pieces:
+                self._directory.update_file(ENTRIES_NAME, pieces)
+            self._directory.sync()
+            known = {
+                shard.number: shard
+                for shard in (*self.manifest.shards, *self._spilled.values(), *written)
+            }
+            shards = tuple(
+                shard for number, shard in sorted(known.items()) if self._live.get(number, 0)
+            )
+            manifest = self._next(
+                config=config,
+                n_records=n_before + len(new_rows),
+                entries_crc=tuple(extend_checksums(self.manifest.entries_crc, n_before, records)),
+                shards=shards,
+                dead=dead_ranges(table.alive[:n_before]),
+            )
+            self._commit(manifest)
+        except BaseException as error:
+            self._failed(error, written)
+            raise
+        self.pending.clear()
+        self.pending_bytes = 0
+        self._spilled.clear()
+        self.accessed.clear()
+        self._settle(manifest, {number for number in known if not self._live.get(number, 0)})
+        table.drop_dead_new()
+        if len(new_rows):
+            table.committed(manifest.n_records, self._io)
+        return True
+
+    def commit_marks(self) -> None:
+        """Commit evictions and deletions alone, which needs no space on the disk, and free what they held."""
+        self._check()
+        if not self._marked:
+            return
+        dead = {
+            shard.number for shard in self.manifest.shards if not self._live.get(shard.number, 0)
+        }
+        try:
+            manifest = self._next(
+                shards=tuple(shard for shard in self.manifest.shards if shard.number not in dead),
+                dead=dead_ranges(self.table.alive[: self.table.n_committed]),
+            )
+            self._commit(manifest)
+        except BaseException as error:
+            self._failed(error, [])
+            raise
+        self._settle(manifest, dead)
+
+    def compact(self, victims: Collection[int]) -> None:
+        """Commit a generation without dead records, the live entries of some shards moved to new ones.
+
+        Everything must have been flushed.
+        """
+        self._check()
+        rows = self.table.alive_rows()
+        table = self.table.compacted(rows)
+        written: list[ShardInfo] = []
+        name = ""
+        try:
+            moved = np.isin(table.column("shard_idx"), np.array(sorted(victims), np.uint32))
+            for info, at in self._rewritten(table, np.flatnonzero(moved)):
+                written.append(info)
+                table.columns["shard_idx"][at] = info.number
+            live = {int(number) for number in np.unique(table.column("shard_idx"))}
+            known = {shard.number: shard for shard in (*self.manifest.shards, *written)}
+            manifest = self._next(
+                n_records=len(rows),
+                shards=tuple(known[number] for number in sorted(live)),
+                dead=(),
+            )
+            name = manifest.entries_name
+            crcs: list[int] = []
+            self._directory.write_file(name, self._all_records(table, rows, crcs))
+            self._directory.sync()
+            manifest = manifest.replace(entries_crc=tuple(crcs))
+            self._commit(manifest)
+            self._directory.rename(name, ENTRIES_NAME)
+            # Else a later commit could survive a crash that this rename does not.
+            self._directory.sync()
+        except BaseException as error:
+            self._failed(error, written, name)
+            raise
+        self.table = table
+        table.committed(len(rows), self._io)
+        numbers, counts = np.unique(table.column("shard_idx"), return_counts=True)
+        self._live = dict(zip(numbers.tolist(), counts.tolist(), strict=True))
+        self.accessed.clear()
+        self._settle(manifest, known.keys() - live)
+
+    def worn_shards(self) -> set[int]:
+        """Return the committed shards that hold dead entries."""
+        return {
+            shard.number
+            for shard in self.manifest.shards
+            if self._live.get(shard.number, 0) < shard.entries
+        }
+
+    def small_shards(self, config: Config, more_than: int = 1) -> set[int]:
+        """Return small shards of about the same size to merge, none unless there are more than so many.
+
+        Like sizes together, so that a byte is moved a logarithmic number of times before it rests.
+        """
+        small = sorted(
+            (s.size, s.number) for s in self.manifest.shards if s.size < config.shard_max_bytes // 4
+        )
+        if len(small) <= more_than:
+            return set()
+        total, chosen = 0, set()
+        for size, number in small:
+            if total and size > 2 * total:
+                break
+            total += size
+            chosen.add(number)
+        return chosen if len(chosen) > 1 else set()
+
+    def due(self, config: Config) -> set[int] | None:
+        """Return the shards that are worth rewriting now, None while a compaction is not worth it.
+
+        A compaction rewrites all records, so it waits until enough has gathered to pay for it: dead
+        records or dead bytes of half of what is alive, or so many ranges or small shards that index.json,
+        written at each commit, would grow with the number of entries and not with its square root.
+        """
+        many = max(256, 4 * isqrt(self.table.n_committed))
+        small = (
+            self.small_shards(config, more_than=many) if len(self.manifest.shards) > many else set()
+        )
+        worn = {
+            s.number: s
+            for s in self.manifest.shards
+            if 4 * self._live.get(s.number, 0) <= 3 * s.entries
+        }
+        dead_bytes = sum(
+            s.size * (s.entries - self._live.get(s.number, 0)) // s.entries for s in worn.values()
+        )
+        live_bytes = sum(s.size for s in self.manifest.shards) - dead_bytes
+        is_due = (
+            self.dead_records > max(1024, self.table.n_alive // 2)
+            or len(self.manifest.dead) > 4 * many
+            or dead_bytes > max(1 << 20, live_bytes // 2)
+        )
+        return worn.keys() | small if is_due or small else None
+
+    @property
+    def dead_records(self) -> int:
+        """Number of committed records of dead entries."""
+        n = self.table.n_committed
+        return n - int(np.count_nonzero(self.table.alive[:n]))
+
+    @property
+    def unflushed_bytes(self) -> int:
+        """Bytes of tensors that no commit names."""
+        return self.pending_bytes + sum(shard.size for shard in self._spilled.values())
+
+    # -- pieces -----------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        if self.failure is not None:
+            raise StoreIOError(
+                f"an earlier write failed and what reached the disk is not known ({self.failure}); "
+                "close this store and open it again"
+            )
+
+    def _next(self, **changes: object) -> Manifest:
+        return self.manifest.replace(
+            generation=self.manifest.generation + 1,
+            next_entry_id=self.next_entry_id,
+            next_shard=self._next_shard,
+            **changes,
+        )
+
+    def _commit(self, manifest: Manifest) -> None:
+        data = manifest.encode()
+        self.index_bytes = len(data)
+        try:
+            name = self._directory.write_temporary([data], INDEX_NAME)
+        except StoreFullError:
+            if self._reserve < len(data):
+                raise
+            name, self._reserve = RESERVE_NAME, 0
+            self._directory.overwrite_temporary(name, data)
+        self._committing = True
+        self._directory.rename(name, INDEX_NAME)
+        self._directory.sync()
+
+    def _settle(self, manifest: Manifest, dead: Collection[int]) -> None:
+        """Take over a manifest that is committed and remove the shards that it no longer names."""
+        self.manifest = manifest
+        self._marked = self._committing = False
+        for number in dead:
+            self._pool.forget(number)
+            self._live.pop(number, None)
+            self._directory.remove(shard_name(number))
+        self._renew_reserve()
+
+    def _renew_reserve(self) -> None:
+        """Keep room for one more index.json, so that evictions can be committed on a full disk."""
+        wanted = -(-2 * self.index_bytes // _PAGE) * _PAGE
+        if wanted <= self._reserve:
+            return
+        try:
+            self._directory.preallocate(RESERVE_NAME, wanted)
+            self._reserve = wanted
+        except StoreIOError:
+            self._reserve = 0  # no space now: the next commit tries again
+
+    def _write_pending(self, config: Config, written: list[ShardInfo]) -> None:
+        """Write the pending tensors to new shards, adding each to `written`."""
+        for entries in _batches(self.pending.items(), config.shard_max_bytes):
+            info = self._write_shard(entries)
+            written.append(info)
+            self._live[info.number] = len(entries)
+            for entry_id, _ in entries:
+                row = self.table.find(entry_id)
+                assert row is not None
+                self.table.columns["shard_idx"][row] = info.number
+
+    def _write_shard(self, entries: Sequence[tuple[int, Sequence[Tensor]]]) -> ShardInfo:
+        number = self._next_shard
+        if number >= 1 << 32:
+            raise StoreIOError("all shard numbers are used: export the entries to a new store")
+        info, header = write_shard(self._directory, number, entries)
+        self._next_shard = number + 1
+        self._pool.add(info, header)
+        return info
+
+    def _rewritten(self, table: EntryTable, rows: Rows) -> Iterator[tuple[ShardInfo, Rows]]:
+        """Copy the tensors of some rows to new shards; yield each with its rows."""
+        at = 0
+        for batch in _batches(self._stored(table, rows), self.manifest.config.shard_max_bytes):
+            yield self._write_shard(batch), rows[at : at + len(batch)]
+            at += len(batch)
+
+    def _stored(self, table: EntryTable, rows: Rows) -> Iterator[tuple[int, list[Tensor]]]:
+        for row in rows.tolist():
+            entry_id = int(table.columns["entry_id"][row])
+            yield entry_id, self._pool.load(int(table.columns["shard_idx"][row]), entry_id)
+
+    def _all_records(self, table: EntryTable, rows: Rows, crcs: list[int]) -> Iterator[Buffer]:
+        """Yield the records of a compacted table, whose signatures are those of `rows` of the present one."""
+        for start in range(0, len(rows), _PIECE_RECORDS):
+            part = rows[start : start + _PIECE_RECORDS]
+            records = self.table.records(part)
+            fields = records.view(self.table.dtype)[:, 0]
+            fields["shard_idx"] = table.columns["shard_idx"][start : start + len(part)]
+            crcs[:] = extend_checksums(crcs, start, records)
+            yield memoryview(records).cast("B")
+
+    def _access_pieces(self) -> list[tuple[int, Sequence[Buffer]]]:
+        pieces: list[tuple[int, Sequence[Buffer]]] = []
+        rows = sorted(
+            row
+            for entry_id in self.accessed
+            if (row := self.table.find(entry_id)) is not None and row < self.table.n_committed
+        )
+        for row in rows:
+            count = int(self.table.columns["access_count"][row])
+            pieces.append((row * self.table.dtype.itemsize + 28, [count.to_bytes(4, "little")]))
+        return pieces
+
+    def _write_access_counts(self) -> None:
+        pieces = self._access_pieces()
+        if pieces:
+            try:
+                self._directory.update_file(ENTRIES_NAME, pieces)
+            except BaseException as error:
+                self._failed(error, [])
+                raise
+        self.accessed.clear()
+
+    def _failed(
+        self, error: BaseException, written: Sequence[ShardInfo], records: str = ""
+    ) -> None:
+        """Undo an attempt that reached no commit; refuse to go on after one that may have."""
+        if self._committing or isinstance(error, UnknownOutcomeError):
+            self.failure = error
+            return
+        for info in written:
+            self._pool.forget(info.number)
+            self._live.pop(info.number, None)
+            self._directory.remove(shard_name(info.number))
+        if records:
+            self._directory.remove(records)
+        try:
+            committed = self.manifest.n_records * self.table.dtype.itemsize
+            if self._directory.size(ENTRIES_NAME) > committed:
+                self._directory.truncate_file(ENTRIES_NAME, committed)
+        except (OSError, StoreIOError, CorruptStoreError):
+            pass  # a tail that no commit names: ignored by readers, cut at the next open
+
+
+def _nbytes(tensors: Sequence[Tensor]) -> int:
+    return sum(memoryview(tensor.data).nbytes for tensor in tensors)
+
+
+def _batches(
+    entries: Iterable[tuple[int, list[Tensor]]], max_bytes: int
+) -> Iterator[list[tuple[int, list[Tensor]]]]:
+    """Divide entries among shards."""
+    batch: list[tuple[int, list[Tensor]]] = []
+    size = 0
+    for entry_id, tensors in entries:
+        nbytes = _nbytes(tensors)
+        if batch and (size + nbytes > max_bytes or len(batch) >= MAX_SHARD_ENTRIES):
+            yield batch
+            batch, size = [], 0
+        batch.append((entry_id, tensors))
+        size += nbytes
+    if batch:
+        yield batch
+
+
+def disk_shares(manifest: Manifest, table: EntryTable) -> tuple[int, int]:
+    """Return the bytes of shards and records on disk that dead and live entries hold.
+
+    The tensors of a shard are taken to be of equal size where some of its entries are dead.
+    """
+    n = min(manifest.n_records, table.n_rows)
+    alive = table.alive[:n]
+    numbers, counts = np.unique(table.column("shard_idx")[:n][alive], return_counts=True)
+    live = dict(zip(numbers.tolist(), counts.tolist(), strict=True))
+    dead = sum(s.size * (s.entries - live.get(s.number, 0)) // s.entries for s in manifest.shards)
+    dead += int(n - np.count_nonzero(alive)) * table.dtype.itemsize
+    return dead, sum(s.size for s in manifest.shards) + n * table.dtype.itemsize - dead

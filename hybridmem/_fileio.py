@@ -1,0 +1,467 @@
+"""All input and output of a store: the one module that opens, writes, syncs, renames and locks.
+
+Every system call goes through `calls`, the seam at which `hybridmem.testing` records the calls of
+an operation or makes one of them fail. Files are opened relative to a descriptor of the directory, never
+through a symbolic link, and only if they are regular files: a store directory is untrusted input.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import secrets
+import stat
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from hybridmem.errors import (
+    CorruptStoreError,
+    StoreFullError,
+    StoreIOError,
+    StoreLockedError,
+)
+
+__all__ = ["Buffer", "Directory", "Syscalls", "UnknownOutcomeError", "calls", "is_temporary"]
+
+Buffer = bytes | bytearray | memoryview
+T = TypeVar("T")
+
+LOCK_NAME = "lock"
+_TMP_PREFIX, _TMP_SUFFIX = ".hybridmem-", ".tmp"
+_OPEN_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+#: Buffers handed to one writev; IOV_MAX is 1024 on Linux and macOS.
+_IOV_MAX = 512
+_GROUP_BYTES = 8 << 20
+#: A single write is capped by Linux at 2 GiB - 4 KiB; stay below.
+_WRITE_MAX = 1 << 30
+
+
+class UnknownOutcomeError(StoreIOError):
+    """A sync or the committing rename failed: what reached the disk is not known."""
+
+
+class Syscalls:
+    """The system calls in use, one method each; `hybridmem.testing` puts others in their place."""
+
+    def mkdir(self, path: str, mode: int) -> None:
+        os.mkdir(path, mode)
+
+    def open(self, path: str, flags: int, mode: int = 0o666, dir_fd: int | None = None) -> int:
+        return os.open(path, flags, mode, dir_fd=dir_fd)
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+    def writev(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
+        return os.pwritev(fd, buffers, offset)
+
+    def preadv(self, fd: int, buffer: Buffer, offset: int) -> int:
+        return os.preadv(fd, [buffer], offset)
+
+    def mmap(self, fd: int, length: int) -> mmap.mmap:
+        return mmap.mmap(fd, length, access=mmap.ACCESS_READ)
+
+    def fsync(self, fd: int) -> None:
+        os.fsync(fd)
+
+    def fdatasync(self, fd: int) -> None:
+        os.fdatasync(fd) if hasattr(os, "fdatasync") else os.fsync(fd)
+
+    def fallocate(self, fd: int, length: int) -> None:
+        os.posix_fallocate(fd, 0, length)
+
+    def ftruncate(self, fd: int, length: int) -> None:
+        os.ftruncate(fd, length)
+
+    def rename(self, src: str, dst: str, dir_fd: int) -> None:
+        os.rename(src, dst, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+
+    def unlink(self, name: str, dir_fd: int) -> None:
+        os.unlink(name, dir_fd=dir_fd)
+
+    def flock(self, fd: int) -> None:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def listdir(self, fd: int) -> list[str]:
+        return os.listdir(fd)
+
+    def stat(self, name: str, dir_fd: int) -> os.stat_result:
+        return os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
+
+
+calls = Syscalls()
+
+
+def is_temporary(name: str) -> bool:
+    """Whether `name` is one of our own temporary files."""
+    return name.startswith(_TMP_PREFIX) and name.endswith(_TMP_SUFFIX)
+
+
+def _again(call: Callable[[], T]) -> T:
+    """Make a call that a signal may interrupt before it has done anything."""
+    while True:
+        try:
+            return call()
+        except InterruptedError:
+            continue
+
+
+def _failure(error: OSError, doing: str) -> StoreIOError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return StoreFullError(
+            f"no space left while {doing}: {error.strerror}; free space or evict, then flush again"
+        )
+    return StoreIOError(f"failed {doing}: [{errno.errorcode.get(error.errno or 0, '?')}] {error}")
+
+
+class Directory:
+    """An open store directory.
+
+    Methods raise `FileNotFoundError` for a missing name, `CorruptStoreError` for a name that is no regular
+    file, `StoreFullError` where space ends, `UnknownOutcomeError` where a sync fails, and `StoreIOError` otherwise.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY
+        self._fd = _again(lambda: calls.open(os.fspath(path), flags))
+        self._lock_fd = -1
+        self._pid = os.getpid()
+
+    # -- whole directory --------------------------------------------------------------------------
+
+    @classmethod
+    def make(cls, path: Path) -> Directory:
+        """Open the directory, making it and its parents where missing, durably."""
+        missing = []
+        at = path
+        while not at.exists():
+            missing.append(at)
+            at = at.parent
+        try:
+            for directory in reversed(missing):
+                try:
+                    calls.mkdir(os.fspath(directory), 0o777)
+                except FileExistsError:
+                    pass
+                parent = cls(directory.parent)
+                try:
+                    parent.sync()
+                finally:
+                    parent.close()
+            return cls(path)
+        except OSError as error:
+            raise _failure(error, f"making the directory {path}") from error
+
+    def close(self) -> None:
+        """Close the descriptors. In a forked child this leaves the parent's lock alone."""
+        for name in ("_lock_fd", "_fd"):
+            fd = getattr(self, name)
+            if fd >= 0:
+                setattr(self, name, -1)
+                try:
+                    calls.close(fd)
+                except OSError:
+                    pass  # the descriptor is gone either way, and nothing waits on it
+
+    def drop_lock(self) -> None:
+        """Forget an inherited lock; closing (not unlocking) keeps it with the parent process."""
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
+    def lock(self) -> None:
+        """Take the writer's lock on a file that is made once and never deleted.
+
+        Raises
+        ------
+        StoreLockedError
+            If another open writer, in this process or another, holds it.
+        """
+        try:
+            fd = _again(
+                lambda: calls.open(LOCK_NAME, os.O_RDWR | os.O_CREAT | _OPEN_FLAGS, 0o666, self._fd)
+            )
+        except OSError as error:
+            raise _failure(error, f"opening {self.path / LOCK_NAME}") from error
+        try:
+            _again(lambda: calls.flock(fd))
+        except OSError as error:
+            calls.close(fd)
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                raise StoreLockedError(
+                    f"{self.path} is open for writing elsewhere; close that store, "
+                    'or open this one with mode="r"'
+                ) from None
+            raise _failure(error, f"locking {self.path / LOCK_NAME}") from error
+        self._lock_fd = fd
+
+    def names(self) -> list[str]:
+        """Return the names in the directory."""
+        try:
+            return _again(lambda: calls.listdir(self._fd))
+        except OSError as error:
+            raise _failure(error, f"listing {self.path}") from error
+
+    def size(self, name: str) -> int:
+        """Return the size of a regular file in bytes."""
+        try:
+            status = _again(lambda: calls.stat(name, self._fd))
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise _failure(error, f"looking at {self.path / name}") from error
+        if not stat.S_ISREG(status.st_mode):
+            raise CorruptStoreError(
+                f"{self.path / name} is not a regular file", path=str(self.path / name)
+            )
+        return status.st_size
+
+    def total_bytes(self) -> int:
+        """Return the sum of the sizes of all files of the directory."""
+        total = 0
+        for name in self.names():
+            try:
+                total += _again(lambda name=name: calls.stat(name, self._fd)).st_size  # type: ignore[misc]
+            except FileNotFoundError:
+                continue  # a writer removed it between the two calls
+            except OSError as error:
+                raise _failure(error, f"looking at {self.path / name}") from error
+        return total
+
+    def sync(self) -> None:
+        """Make the names of the directory durable."""
+        self._sync(self._fd, self.path, calls.fsync)
+
+    # -- reading ----------------------------------------------------------------------------------
+
+    def open_file(self, name: str) -> tuple[int, int]:
+        """Open a regular file for reading; return descriptor and size."""
+        try:
+            fd = _again(lambda: calls.open(name, os.O_RDONLY | _OPEN_FLAGS, 0, self._fd))
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
+                raise CorruptStoreError(
+                    f"{self.path / name} is not a regular file", path=str(self.path / name)
+                ) from None
+            raise _failure(error, f"opening {self.path / name}") from error
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            calls.close(fd)
+            raise CorruptStoreError(
+                f"{self.path / name} is not a regular file", path=str(self.path / name)
+            )
+        return fd, status.st_size
+
+    def read_into(self, fd: int, buffer: memoryview, offset: int, name: str) -> int:
+        """Fill `buffer` from `offset`; return the bytes read, fewer only at the end of the file."""
+        done = 0
+        while done < len(buffer):
+            part = buffer[done : done + _WRITE_MAX]
+            try:
+                count = _again(lambda part=part: calls.preadv(fd, part, offset + done))  # type: ignore[misc]
+            except OSError as error:
+                raise _failure(error, f"reading {self.path / name}") from error
+            if count == 0:
+                break
+            done += count
+        return done
+
+    def read_file(self, name: str, limit: int) -> bytes:
+        """Return the contents of a file of at most `limit` bytes."""
+        fd, size = self.open_file(name)
+        try:
+            if size > limit:
+                raise CorruptStoreError(
+                    f"{self.path / name} has {size} bytes, more than the {limit} it may have",
+                    path=str(self.path / name),
+                )
+            data = bytearray(size)
+            count = self.read_into(fd, memoryview(data), 0, name)
+            return bytes(data[:count])
+        finally:
+            calls.close(fd)
+
+    def map_file(self, fd: int, length: int, name: str) -> mmap.mmap:
+        """Map the first `length` bytes read-only."""
+        try:
+            return calls.mmap(fd, length)
+        except OSError as error:
+            raise _failure(error, f"mapping {self.path / name}") from error
+        except ValueError as error:
+            raise CorruptStoreError(
+                f"{self.path / name} was cut short while it was opened", path=str(self.path / name)
+            ) from error
+
+    @staticmethod
+    def close_file(fd: int) -> None:
+        """Close a descriptor that was only read."""
+        calls.close(fd)
+
+    # -- writing ----------------------------------------------------------------------------------
+
+    def write_temporary(self, buffers: Iterable[Buffer], what: str) -> str:
+        """Write and sync a new file under a name of its own; return that name.
+
+        The file is removed again if anything fails.
+        """
+        name = f"{_TMP_PREFIX}{secrets.token_hex(8)}{_TMP_SUFFIX}"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OPEN_FLAGS
+        try:
+            fd = _again(lambda: calls.open(name, flags, 0o666, self._fd))
+        except OSError as error:
+            raise _failure(error, f"making a file for {what}") from error
+        try:
+            try:
+                self._write(fd, buffers, 0, what)
+                self._sync(fd, what, calls.fsync)
+            finally:
+                calls.close(fd)
+        except OSError as error:
+            self.remove(name)
+            raise _failure(error, f"writing {what}") from error
+        except BaseException:
+            self.remove(name)
+            raise
+        return name
+
+    def write_file(self, name: str, buffers: Iterable[Buffer]) -> None:
+        """Write, sync and name a new file. The name is durable after the next `sync`."""
+        temporary = self.write_temporary(buffers, name)
+        try:
+            _again(lambda: calls.rename(temporary, name, self._fd))
+        except OSError as error:
+            self.remove(temporary)
+            raise _failure(error, f"naming {self.path / name}") from error
+
+    def update_file(self, name: str, pieces: Sequence[tuple[int, Sequence[Buffer]]]) -> None:
+        """Write pieces (offset, buffers) into an existing file, making it where missing, and sync its data."""
+        try:
+            fd = _again(
+                lambda: calls.open(name, os.O_WRONLY | os.O_CREAT | _OPEN_FLAGS, 0o666, self._fd)
+            )
+        except OSError as error:
+            raise _failure(error, f"opening {self.path / name}") from error
+        try:
+            try:
+                for offset, buffers in pieces:
+                    self._write(fd, buffers, offset, name)
+                self._sync(fd, name, calls.fdatasync)
+            finally:
+                calls.close(fd)
+        except OSError as error:
+            raise _failure(error, f"writing {self.path / name}") from error
+
+    def truncate_file(self, name: str, length: int) -> None:
+        """Cut a file to `length` bytes that are all committed."""
+        try:
+            fd = _again(lambda: calls.open(name, os.O_WRONLY | _OPEN_FLAGS, 0, self._fd))
+            try:
+                _again(lambda: calls.ftruncate(fd, length))
+            finally:
+                calls.close(fd)
+        except OSError as error:
+            raise _failure(error, f"cutting {self.path / name}") from error
+
+    def overwrite_temporary(self, name: str, data: Buffer) -> None:
+        """Fill an existing preallocated file with `data`, cut it to size and sync: needs no new space."""
+        try:
+            fd = _again(lambda: calls.open(name, os.O_WRONLY | _OPEN_FLAGS, 0, self._fd))
+            try:
+                self._write(fd, [data], 0, name)
+                _again(lambda: calls.ftruncate(fd, len(data)))
+                self._sync(fd, name, calls.fsync)
+            finally:
+                calls.close(fd)
+        except OSError as error:
+            raise _failure(error, f"writing {self.path / name}") from error
+
+    def preallocate(self, name: str, length: int) -> None:
+        """Make sure that a file of at least `length` allocated bytes has this name."""
+        try:
+            fd = _again(
+                lambda: calls.open(name, os.O_WRONLY | os.O_CREAT | _OPEN_FLAGS, 0o666, self._fd)
+            )
+            try:
+                _again(lambda: calls.fallocate(fd, length))
+            finally:
+                calls.close(fd)
+        except OSError as error:
+            raise _failure(error, f"reserving space in {self.path / name}") from error
+
+    def rename(self, src: str, dst: str) -> None:
+        """Give a file another name, replacing what had it.
+
+        Raises
+        ------
+        UnknownOutcomeError
+            If it failed: which of the two names the file has is not known.
+        """
+        try:
+            _again(lambda: calls.rename(src, dst, self._fd))
+        except OSError as error:
+            raise UnknownOutcomeError(str(_failure(error, f"renaming {src} to {dst}"))) from error
+
+    def remove(self, name: str) -> bool:
+        """Remove a file that no commit needs; return whether it is gone."""
+        try:
+            _again(lambda: calls.unlink(name, self._fd))
+        except FileNotFoundError:
+            return True
+        except OSError:
+            return False  # an orphan: the next writer removes it when it opens
+        return True
+
+    # -- pieces -----------------------------------------------------------------------------------
+
+    def _write(self, fd: int, buffers: Iterable[Buffer], offset: int, what: object) -> None:
+        for views in _grouped(buffers):
+            offset = self._write_all(fd, views, offset, what)
+
+    @staticmethod
+    def _write_all(fd: int, views: list[memoryview], offset: int, what: object) -> int:
+        at = 0
+        while at < len(views):
+            batch = views[at : at + _IOV_MAX]
+            batch[0] = batch[0][:_WRITE_MAX]
+            count = _again(lambda batch=batch: calls.writev(fd, batch, offset))  # type: ignore[misc]
+            if count <= 0:
+                raise StoreIOError(f"the system wrote nothing to {what} and gave no reason")
+            offset += count
+            while at < len(views) and count >= len(views[at]):
+                count -= len(views[at])
+                at += 1
+            if count:
+                views[at] = views[at][count:]
+        return offset
+
+    def _sync(self, fd: int, what: object, sync: Callable[[int], None]) -> None:
+        # Linux marks pages clean after a failed fsync, so a second one proves nothing (fsyncgate, 2018).
+        try:
+            _again(lambda: sync(fd))
+        except OSError as error:
+            raise UnknownOutcomeError(
+                f"syncing {what} failed ({error}); what reached the disk is not known: "
+                "close this store and open it again"
+            ) from error
+
+
+def _grouped(buffers: Iterable[Buffer]) -> Iterator[list[memoryview]]:
+    """Gather what may come from a generator into writes that are large, but not kept for long."""
+    group: list[memoryview] = []
+    size = 0
+    for buffer in buffers:
+        view = memoryview(buffer).cast("B")
+        if len(view):
+            group.append(view)
+            size += len(view)
+        if size >= _GROUP_BYTES or len(group) == _IOV_MAX:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group

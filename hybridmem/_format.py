@@ -1,0 +1,312 @@
+"""Bytes to values and back, without I/O: records, index.json and shard headers (docs/format.md).
+
+Everything read here is untrusted: each parser either returns values that hold every rule of the
+format or raises `ValueError` saying which rule is broken; callers add the file's name.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+from crc32c import crc32c
+
+__all__ = [
+    "BLOCK_RECORDS",
+    "FORMAT_VERSION",
+    "HEAD_BYTES",
+    "ShardHeader",
+    "decode_json",
+    "encode_json",
+    "extend_checksums",
+    "newer_version",
+    "pack_header",
+    "parse_header",
+    "record_dtype",
+    "shard_name",
+    "shard_number",
+]
+
+FORMAT_VERSION = 1
+#: Bytes of a record before its signature.
+HEAD_BYTES = 40
+#: Records covered by one checksum of entries.bin.
+BLOCK_RECORDS = 1024
+#: Largest header that safetensors readers accept.
+MAX_HEADER_BYTES = 100_000_000
+
+_ACCESS_COUNT = slice(28, 32)
+_TAIL = re.compile(rb',\n"crc32c":"([0-9a-f]{8})"\}\n\Z')
+_SHARD = re.compile(r"shard_(\d{4,10})\.safetensors\Z", re.ASCII)
+_TENSOR = re.compile(r"([kv])_(0|[1-9]\d{0,19})(|_scale|_zero)\Z", re.ASCII)
+#: Bytes of one element by safetensors dtype.
+ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I8": 1}
+DTYPES = tuple(ITEM_BYTES)
+#: Tensors of one entry, in the order of the columns of a `ShardHeader`.
+SUFFIXES = ("k", "v", "k_scale", "k_zero", "v_scale", "v_zero")
+_COLUMN = {
+    ("k", ""): 0,
+    ("v", ""): 1,
+    ("k", "_scale"): 2,
+    ("k", "_zero"): 3,
+    ("v", "_scale"): 4,
+    ("v", "_zero"): 5,
+}
+_JSON_DTYPES = frozenset(DTYPES)
+
+
+# -- entries.bin ----------------------------------------------------------------------------------
+
+
+def record_dtype(hdc_dim: int) -> np.dtype[np.void]:
+    """Return the packed little-endian dtype of a record with a signature of `hdc_dim` bits."""
+    return np.dtype(
+        [
+            ("entry_id", "<u8"),
+            ("layer_idx", "<u4"),
+            ("n_tokens", "<u4"),
+            ("importance", "<f4"),
+            ("timestamp", "<u8"),
+            ("access_count", "<u4"),
+            ("shard_idx", "<u4"),
+            ("padding", "<u4"),
+            ("signature", f"V{hdc_dim // 8}"),
+        ]
+    )
+
+
+def extend_checksums(
+    checksums: Sequence[int], n_before: int, records: npt.NDArray[np.uint8]
+) -> list[int]:
+    """Return the checksums of entries.bin after records were appended.
+
+    Each is the CRC-32C of a block of 1,024 records (of fewer at the end), their access counts taken as 0.
+
+    Parameters
+    ----------
+    checksums : sequence of int
+        Of the `n_before` records that precede.
+    records : uint8 array, shape (n, record bytes)
+    """
+    extended = list(checksums)
+    at = 0
+    while at < len(records):
+        room = BLOCK_RECORDS - (n_before + at) % BLOCK_RECORDS
+        block = records[at : at + room].copy()
+        block[:, _ACCESS_COUNT] = 0
+        if room < BLOCK_RECORDS:
+            extended[-1] = crc32c(block, extended[-1])
+        else:
+            extended.append(crc32c(block))
+        at += room
+    return extended
+
+
+# -- index.json -----------------------------------------------------------------------------------
+
+
+def encode_json(fields: dict[str, Any]) -> bytes:
+    """Return index.json: one member a line, the last one the CRC-32C of all bytes before it."""
+    lines = [
+        f"{json.dumps(key)}:{json.dumps(value, separators=(',', ':'))}"
+        for key, value in fields.items()
+    ]
+    body = ("{" + ",\n".join(lines)).encode()
+    return body + b',\n"crc32c":"%08x"}\n' % crc32c(body)
+
+
+def decode_json(data: bytes) -> dict[str, Any]:
+    """Parse index.json whose checksum holds."""
+    tail = _TAIL.search(data)
+    if tail is None:
+        raise ValueError('it does not end in its checksum, "crc32c"')
+    if crc32c(data[: tail.start()]) != int(tail[1], 16):
+        raise ValueError("its checksum does not match its bytes")
+    fields = _strict_object(data)
+    del fields["crc32c"]
+    return fields
+
+
+def newer_version(data: bytes) -> int | None:
+    """Return the format version that `data` claims, if it is newer than ours, whatever its checksum."""
+    try:
+        version = _strict_object(data[: 1 << 24]).get("format_version")
+    except ValueError:
+        return None
+    is_newer = type(version) is int and version > FORMAT_VERSION
+    return version if is_newer else None
+
+
+def _strict_object(data: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(
+            data.decode("utf-8"),
+            object_pairs_hook=_unique_members,
+            parse_float=_no_float,
+            parse_constant=_no_float,
+        )
+    except RecursionError:
+        raise ValueError("its JSON is nested too deeply") from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"it is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError("its JSON is not an object")
+    return value
+
+
+def _unique_members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    members = dict(pairs)
+    if len(members) != len(pairs):
+        raise ValueError("its JSON names a member twice")
+    return members
+
+
+def _no_float(text: str) -> NoReturn:
+    raise ValueError(f"its JSON holds {text[:40]}, where only integers may stand")
+
+
+# -- shards ---------------------------------------------------------------------------------------
+
+
+def shard_name(number: int) -> str:
+    """Return the file name of a shard."""
+    return f"shard_{number:04d}.safetensors"
+
+
+def shard_number(name: str) -> int | None:
+    """Return the number of a shard by its file name, or None for any other name."""
+    match = _SHARD.fullmatch(name)
+    if match is None or shard_name(int(match[1])) != name:
+        return None
+    return int(match[1])
+
+
+class ShardHeader:
+    """Where the tensors of each entry of a shard lie.
+
+    Attributes
+    ----------
+    ids : uint64 array, shape (n,)
+        Entries of the shard, ascending.
+    start, length : int64 arrays, shape (n, 6)
+        Byte range of each tensor in the file, in the order of `SUFFIXES`; length -1 where absent.
+    dtype : uint8 array, shape (n, 6)
+        Index into `DTYPES`.
+    rows, columns : int64 arrays, shape (n, 6)
+    crc : uint32 array, shape (n, 6)
+        CRC-32C of the bytes of each tensor.
+    """
+
+    __slots__ = ("columns", "crc", "dtype", "ids", "length", "rows", "start")
+
+    def __init__(self, n: int) -> None:
+        self.ids = np.zeros(n, np.uint64)
+        self.start = np.zeros((n, 6), np.int64)
+        self.length = np.full((n, 6), -1, np.int64)
+        self.dtype = np.zeros((n, 6), np.uint8)
+        self.rows = np.zeros((n, 6), np.int64)
+        self.columns = np.zeros((n, 6), np.int64)
+        self.crc = np.zeros((n, 6), np.uint32)
+
+    def find(self, entry_id: int) -> int | None:
+        """Return the row of an entry."""
+        at = int(np.searchsorted(self.ids, np.uint64(entry_id)))
+        return at if at < len(self.ids) and int(self.ids[at]) == entry_id else None
+
+
+def pack_header(tensors: Sequence[tuple[str, str, tuple[int, int], int]]) -> bytes:
+    """Return the first bytes of a safetensors file: header length and header.
+
+    Parameters
+    ----------
+    tensors : sequence of (name, dtype, shape, crc)
+        In the order of their bytes, which follow each other without a gap.
+
+    Notes
+    -----
+    The header is padded with spaces to a multiple of 64 bytes, so that tensors are aligned for vector loads.
+    """
+    members: dict[str, Any] = {
+        "__metadata__": {
+            "format": "hybridmem",
+            "crc32c": "".join(f"{crc:08x}" for *_, crc in tensors),
+        }
+    }
+    at = 0
+    for name, dtype, (rows, columns), _ in tensors:
+        end = at + rows * columns * ITEM_BYTES[dtype]
+        members[name] = {"dtype": dtype, "shape": [rows, columns], "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(members, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % 64)
+    return len(text).to_bytes(8, "little") + text
+
+
+def parse_header(text: bytes, data_bytes: int) -> ShardHeader:
+    """Parse the header of a shard whose tensors fill `data_bytes` bytes after it."""
+    members = _strict_object(text)
+    metadata = members.pop("__metadata__", None)
+    if not isinstance(metadata, dict):
+        raise ValueError("it has no __metadata__")
+    try:
+        crcs = np.frombuffer(bytes.fromhex(metadata["crc32c"]), ">u4")
+    except (KeyError, TypeError, ValueError):
+        raise ValueError("its metadata has no valid crc32c") from None
+    if len(crcs) != len(members):
+        raise ValueError(f"its metadata has {len(crcs)} checksums for {len(members)} tensors")
+    base = 8 + len(text)
+    found: list[tuple[int, int, str, int, int, int, int]] = []
+    for name, tensor in members.items():
+        match = _TENSOR.fullmatch(name)
+        if match is None or int(match[2]) >= 1 << 64:
+            raise ValueError(f"it holds a tensor of the name {name[:60]!r}")
+        dtype, rows, columns, start, end = _tensor_fields(name, tensor)
+        found.append((int(match[2]), _COLUMN[match[1], match[3]], dtype, rows, columns, start, end))
+    header = ShardHeader(len({entry_id for entry_id, *_ in found}))
+    header.ids[:] = sorted({entry_id for entry_id, *_ in found})
+    row_of = {entry_id: row for row, entry_id in enumerate(header.ids.tolist())}
+    at = 0
+    for number, (entry_id, column, dtype, rows, columns, start, end) in enumerate(
+        sorted(found, key=lambda tensor: tensor[5:])
+    ):
+        if start != at:
+            raise ValueError(f"its tensors overlap or leave a gap at byte {base + at}")
+        at = end
+        row = row_of[entry_id]
+        header.start[row, column] = base + start
+        header.length[row, column] = end - start
+        header.dtype[row, column] = DTYPES.index(dtype)
+        header.rows[row, column] = rows
+        header.columns[row, column] = columns
+        header.crc[row, column] = crcs[number]
+    if at != data_bytes:
+        raise ValueError(f"its tensors fill {at} bytes where the file has {data_bytes}")
+    present = header.length >= 0
+    lone = ~present[:, :2].all(axis=1) | (present[:, 2:].any(axis=1) & ~present[:, 2:].all(axis=1))
+    if lone.any():
+        raise ValueError(f"entry {int(header.ids[lone][0])} lacks some of its tensors")
+    return header
+
+
+def _tensor_fields(name: str, tensor: object) -> tuple[str, int, int, int, int]:
+    try:
+        if not isinstance(tensor, dict) or tensor.keys() != {"dtype", "shape", "data_offsets"}:
+            raise TypeError
+        dtype, shape, offsets = tensor["dtype"], tensor["shape"], tensor["data_offsets"]
+        rows, columns = shape
+        start, end = offsets
+        if type(dtype) is not str or dtype not in _JSON_DTYPES:
+            raise TypeError
+        if not all(
+            type(value) is int and 0 <= value < 1 << 62 for value in (rows, columns, start, end)
+        ):
+            raise TypeError
+    except (TypeError, ValueError):
+        raise ValueError(f"its tensor {name} has no valid dtype, shape and data_offsets") from None
+    if rows * columns == 0 or end - start != rows * columns * ITEM_BYTES[dtype]:
+        raise ValueError(f"the byte range of its tensor {name} does not fit its shape")
+    return dtype, rows, columns, start, end

@@ -1,0 +1,30 @@
+"""How many bytes a directory takes: what max_disk_bytes is held against before anything is written."""
+
+from __future__ import annotations
+
+from hybridmem.config import Config
+
+__all__ = ["disk_estimate"]
+
+#: Most bytes that a tensor takes in a shard's header, and a shard beside its tensors and in index.json.
+_TENSOR_OVERHEAD = 136
+_SHARD_OVERHEAD = 256
+_PAGE = 4096
+
+
+def disk_estimate(config: Config, index_bytes: int, n_entries: int, payload: int) -> int:
+    """Return an upper bound of the size of a directory that holds no dead entries.
+
+    Parameters
+    ----------
+    index_bytes : int
+        Size of the last index.json.
+    n_entries, payload : int
+        Entries, and bytes of their tensors.
+    """
+    tensors = 6 if config.quantize_stored else 2
+    record = 40 + config.hdc_dim // 8
+    # In the worst case each entry has a shard of its own.
+    each = record + tensors * _TENSOR_OVERHEAD + _SHARD_OVERHEAD
+    reserve = -(-2 * (index_bytes + 512) // _PAGE) * _PAGE
+    return payload + n_entries * each + index_bytes + 512 + reserve

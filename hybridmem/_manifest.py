@@ -1,0 +1,223 @@
+"""index.json: configuration, counters and commit record, as one frozen value."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+from hybridmem._fileio import Directory
+from hybridmem._format import (
+    BLOCK_RECORDS,
+    FORMAT_VERSION,
+    decode_json,
+    encode_json,
+    newer_version,
+)
+from hybridmem.config import Config
+from hybridmem.errors import CorruptStoreError, StoreNotFoundError, VersionError
+
+__all__ = ["INDEX_NAME", "Manifest", "ShardInfo", "read_manifest"]
+
+INDEX_NAME = "index.json"
+_U32, _U64 = 1 << 32, 1 << 64
+#: 1e9 entries need about 11 MB of checksums; dead ranges are compacted away long before this.
+_MAX_INDEX_BYTES = 1 << 25
+
+_STORE_ID = re.compile(r"[0-9a-f]{32}", re.ASCII)
+
+#: Name in index.json of the INT8 scheme that docs/format.md defines.
+INT8_SCHEME = "affine-i8"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ShardInfo:
+    """A committed shard: size of the file, CRC-32C of its header, entries written into it."""
+
+    number: int
+    size: int
+    header_crc: int
+    entries: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What one generation of a store consists of.
+
+    Attributes
+    ----------
+    store_id : str
+        32 random hexadecimal digits, made at `create`: entry ids are unique in one store only.
+    generation : int
+        Number of the commit, counting from 1.
+    n_records : int
+        Committed records of entries.bin, dead ones included.
+    entries_crc : tuple of int
+        CRC-32C of each block of 1,024 records.
+    shards : tuple of ShardInfo
+        By ascending number.
+    dead : tuple of (int, int)
+        First and last record of each run of dead records, ascending.
+    """
+
+    config: Config
+    store_id: str
+    generation: int = 0
+    next_entry_id: int = 1
+    next_shard: int = 0
+    n_records: int = 0
+    entries_crc: tuple[int, ...] = ()
+    shards: tuple[ShardInfo, ...] = ()
+    dead: tuple[tuple[int, int], ...] = ()
+
+    def replace(self, **changes: Any) -> Manifest:
+        """Return a copy with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+    @property
+    def entries_name(self) -> str:
+        """Name under which a compaction writes the records of this generation."""
+        return f"entries.bin.g{self.generation}"
+
+    def encode(self) -> bytes:
+        """Return the bytes of index.json."""
+        return encode_json(
+            {
+                "format": "hybridmem",
+                "format_version": FORMAT_VERSION,
+                "store_id": self.store_id,
+                "generation": self.generation,
+                "config": self.config.to_dict(),
+                "quantization": INT8_SCHEME if self.config.quantize_stored else None,
+                "next_entry_id": self.next_entry_id,
+                "next_shard": self.next_shard,
+                "n_entries": self.n_records,
+                "entries_crc32c": self.entries_crc,
+                "shards": [dataclasses.astuple(shard) for shard in self.shards],
+                "dead": self.dead,
+            }
+        )
+
+    @classmethod
+    def decode(cls, data: bytes) -> Manifest:
+        """Parse index.json; raise ValueError saying which rule is broken."""
+        fields = decode_json(data)
+        expected = {
+            "format", "format_version", "store_id", "generation", "config", "quantization",
+            "next_entry_id", "next_shard", "n_entries", "entries_crc32c", "shards", "dead",
+        }  # fmt: skip
+        if fields.keys() != expected:
+            raise ValueError(f"its members are {sorted(fields)}, wanted {sorted(expected)}")
+        if fields["format"] != "hybridmem":
+            raise ValueError(f"its format is {str(fields['format'])[:40]!r}, wanted 'hybridmem'")
+        _integer("format_version", fields["format_version"], FORMAT_VERSION, FORMAT_VERSION)
+        config = _config(fields["config"])
+        if fields["quantization"] != (INT8_SCHEME if config.quantize_stored else None):
+            raise ValueError(f"its quantization {str(fields['quantization'])[:40]!r} is not known")
+        n_records = _integer("n_entries", fields["n_entries"], 0, _U64 - 1)
+        next_shard = _integer("next_shard", fields["next_shard"], 0, _U32)
+        store_id = fields["store_id"]
+        if not isinstance(store_id, str) or not _STORE_ID.fullmatch(store_id):
+            raise ValueError("its store_id is not 32 hexadecimal digits")
+        return cls(
+            config=config,
+            store_id=store_id,
+            generation=_integer("generation", fields["generation"], 1, _U64 - 1),
+            next_entry_id=_integer("next_entry_id", fields["next_entry_id"], 1, _U64),
+            next_shard=next_shard,
+            n_records=n_records,
+            entries_crc=_checksums(fields["entries_crc32c"], n_records),
+            shards=_shards(fields["shards"], next_shard),
+            dead=_ranges(fields["dead"], n_records),
+        )
+
+
+def read_manifest(directory: Directory) -> Manifest:
+    """Read the committed manifest of a store.
+
+    Raises
+    ------
+    StoreNotFoundError
+        If there is no index.json.
+    VersionError
+        If it was written in a newer format.
+    CorruptStoreError
+        If it is damaged.
+    """
+    path = directory.path / INDEX_NAME
+    try:
+        data = directory.read_file(INDEX_NAME, _MAX_INDEX_BYTES)
+    except FileNotFoundError:
+        raise StoreNotFoundError(
+            f"no store in {directory.path}: it has no index.json; make one with hybridmem.create"
+        ) from None
+    version = newer_version(data)
+    if version is not None:
+        raise VersionError(
+            f"{path} has format_version {version}; this hybridmem reads up to {FORMAT_VERSION}: "
+            "install a newer hybridmem to open it"
+        )
+    try:
+        return Manifest.decode(data)
+    except ValueError as error:
+        raise CorruptStoreError(f"{path} is damaged: {error}", path=str(path)) from None
+
+
+def _integer(name: str, value: object, low: int, high: int) -> int:
+    if type(value) is not int or not low <= value <= high:
+        raise ValueError(f"its {name} is {str(value)[:40]}, wanted an integer from {low} to {high}")
+    return value
+
+
+def _list(name: str, value: object) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError(f"its {name} is not a list")
+    return value
+
+
+def _config(value: object) -> Config:
+    names = {field.name for field in dataclasses.fields(Config)}
+    if not isinstance(value, dict) or value.keys() != names:
+        raise ValueError(f"its config does not have the fields {sorted(names)}")
+    try:
+        return Config(**value)
+    except TypeError as error:
+        raise ValueError(f"its config is invalid: {error}") from None
+
+
+def _checksums(value: object, n_records: int) -> tuple[int, ...]:
+    checksums = _list("entries_crc32c", value)
+    if len(checksums) != -(-n_records // BLOCK_RECORDS):
+        raise ValueError(f"it has {len(checksums)} checksums for {n_records} records")
+    return tuple(_integer("entries_crc32c", checksum, 0, _U32 - 1) for checksum in checksums)
+
+
+def _shards(value: object, next_shard: int) -> tuple[ShardInfo, ...]:
+    shards = []
+    low = 0
+    for item in _list("shards", value):
+        if not isinstance(item, list) or len(item) != 4:
+            raise ValueError("its shards are not lists of number, size, checksum and entries")
+        shards.append(
+            ShardInfo(
+                _integer("shard number", item[0], low, next_shard - 1),
+                _integer("shard size", item[1], 9, _U64 - 1),
+                _integer("shard checksum", item[2], 0, _U32 - 1),
+                _integer("entries of a shard", item[3], 1, _U32 - 1),
+            )
+        )
+        low = shards[-1].number + 1
+    return tuple(shards)
+
+
+def _ranges(value: object, n_records: int) -> tuple[tuple[int, int], ...]:
+    ranges = []
+    low = 0
+    for item in _list("dead", value):
+        if not isinstance(item, list) or len(item) != 2:
+            raise ValueError("its dead ranges are not pairs")
+        first = _integer("dead record", item[0], low, n_records - 1)
+        last = _integer("dead record", item[1], first, n_records - 1)
+        ranges.append((first, last))
+        low = last + 1
+    return tuple(ranges)

@@ -1,0 +1,295 @@
+"""Safetensors shards: written whole, read through a map, a few open at a time."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from crc32c import crc32c
+from safetensors import SafetensorError, safe_open
+
+from hybridmem._codec import Tensor
+from hybridmem._fileio import Buffer, Directory
+from hybridmem._format import (
+    DTYPES,
+    ITEM_BYTES,
+    MAX_HEADER_BYTES,
+    SUFFIXES,
+    ShardHeader,
+    pack_header,
+    parse_header,
+    shard_name,
+)
+from hybridmem._manifest import ShardInfo
+from hybridmem.errors import CorruptStoreError, SnapshotGoneError
+
+__all__ = ["MAX_SHARD_ENTRIES", "ShardPool", "check_files", "write_shard"]
+
+#: Parsing a header costs about 1.5 us a tensor; this bounds the first touch of a shard.
+MAX_SHARD_ENTRIES = 2048
+
+_NUMPY = {
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype("<u2"),
+    "I8": np.dtype("i1"),
+}
+
+
+class _Stored(NamedTuple):
+    """A tensor of an entry as it goes into a shard."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, int]
+    data: Buffer
+
+
+def write_shard(
+    directory: Directory, number: int, entries: Sequence[tuple[int, Sequence[Tensor]]]
+) -> tuple[ShardInfo, ShardHeader]:
+    """Write, sync and name a shard. It is part of the store once a commit names it.
+
+    Parameters
+    ----------
+    entries : sequence of (entry_id, tensors)
+        By ascending id.
+    """
+    tensors = [
+        _Stored(
+            f"{tensor.suffix[0]}_{entry_id}{tensor.suffix[1:]}",
+            tensor.dtype,
+            tensor.shape,
+            tensor.data,
+        )
+        for entry_id, parts in entries
+        for tensor in parts
+    ]
+    # Wide elements first: each tensor then lies at a multiple of its element size.
+    tensors.sort(key=lambda tensor: -ITEM_BYTES[tensor.dtype])
+    head = pack_header([(t.name, t.dtype, t.shape, crc32c(t.data)) for t in tensors])
+    directory.write_file(shard_name(number), [head, *(tensor.data for tensor in tensors)])
+    size = len(head) + sum(memoryview(tensor.data).nbytes for tensor in tensors)
+    info = ShardInfo(number, size, crc32c(head), len(entries))
+    return info, parse_header(head[8:], size - len(head))
+
+
+def check_files(directory: Directory, infos: Iterable[ShardInfo]) -> None:
+    """Check that each shard is there with the size that was committed."""
+    for info in infos:
+        name = shard_name(info.number)
+        path = str(directory.path / name)
+        try:
+            size = directory.size(name)
+        except FileNotFoundError:
+            raise CorruptStoreError(f"{path} is missing", path=path) from None
+        if size != info.size:
+            raise CorruptStoreError(
+                f"{path} has {size} bytes, index.json says {info.size}",
+                path=path,
+                offset=min(size, info.size),
+            )
+
+
+class _Open:
+    """A shard that is open: its mapped bytes, or its descriptor where files are read and not mapped."""
+
+    __slots__ = ("data", "fd")
+
+    def __init__(self, data: npt.NDArray[np.uint8] | None, fd: int) -> None:
+        self.data = data
+        self.fd = fd
+
+
+class ShardPool:
+    """The shards of a snapshot; at most `max_open` of them are open, the least recently used closed first.
+
+    What was read of a header, and which tensors were verified, is kept for shards that are closed, since a
+    committed shard never changes. Arrays handed out keep their map alive by themselves.
+    """
+
+    def __init__(self, directory: Directory, max_open: int, io: str, *, reader: bool) -> None:
+        self.max_open = max_open
+        self._directory = directory
+        self._io = io
+        self._reader = reader
+        self._infos: dict[int, ShardInfo] = {}
+        self._headers: dict[int, ShardHeader] = {}
+        self._verified: dict[int, npt.NDArray[np.bool_]] = {}
+        self._open: OrderedDict[int, _Open] = OrderedDict()
+        self._lock = threading.RLock()
+
+    def add(self, info: ShardInfo, header: ShardHeader | None = None) -> None:
+        """Make a shard known; give the header of one that was just written."""
+        self._infos[info.number] = info
+        if header is not None:
+            self._headers[info.number] = header
+
+    def forget(self, number: int) -> None:
+        """Close a shard that no entry needs any more."""
+        with self._lock:
+            opened = self._open.pop(number, None)
+            if opened is not None:
+                self._release(opened)
+            for table in (self._infos, self._headers, self._verified):
+                table.pop(number, None)
+
+    def retarget(self, infos: Iterable[ShardInfo]) -> None:
+        """Move to another snapshot, keeping what is known of shards that are in both."""
+        wanted = {info.number: info for info in infos}
+        for number in list(self._infos):
+            if wanted.get(number) != self._infos[number]:
+                self.forget(number)
+        self._infos = wanted
+
+    def after_fork(self) -> None:
+        """Replace a lock that another thread of the parent may have held."""
+        self._lock = threading.RLock()
+
+    def close(self) -> None:
+        """Close all shards; arrays that were handed out stay valid."""
+        with self._lock:
+            while self._open:
+                self._release(self._open.popitem()[1])
+
+    def load(self, number: int, entry_id: int) -> list[Tensor]:
+        """Return the stored tensors of an entry, verified on first touch, as views of the map.
+
+        Raises
+        ------
+        SnapshotGoneError
+            If the writer has removed the shard since this reader's snapshot.
+        CorruptStoreError
+            If the shard is not what was committed.
+        """
+        with self._lock:
+            opened = self._opened(number)
+            header = self._headers[number]
+            row = header.find(entry_id)
+            if row is None:
+                raise self._corrupt(number, f"it does not hold entry {entry_id}")
+            verified = self._verified[number]
+            tensors = []
+            for column, suffix in enumerate(SUFFIXES):
+                length = int(header.length[row, column])
+                if length < 0:
+                    continue
+                start = int(header.start[row, column])
+                raw = self._bytes(opened, number, start, length)
+                if opened.data is None or not verified[row, column]:
+                    if crc32c(raw) != int(header.crc[row, column]):
+                        raise self._corrupt(
+                            number,
+                            f"tensor {suffix} of entry {entry_id} does not match its checksum",
+                            start,
+                        )
+                    verified[row, column] = True
+                dtype = DTYPES[header.dtype[row, column]]
+                shape = int(header.rows[row, column]), int(header.columns[row, column])
+                tensors.append(Tensor(suffix, dtype, shape, raw.view(_NUMPY[dtype]).reshape(shape)))
+            return tensors
+
+    def header(self, number: int) -> ShardHeader:
+        """Return the verified header of a shard."""
+        with self._lock:
+            self._opened(number)
+            return self._headers[number]
+
+    def _opened(self, number: int) -> _Open:
+        opened = self._open.get(number)
+        if opened is not None:
+            self._open.move_to_end(number)
+            return opened
+        while len(self._open) >= self.max_open:
+            self._release(self._open.popitem(last=False)[1])
+        opened = self._open[number] = self._open_shard(number)
+        return opened
+
+    def _open_shard(self, number: int) -> _Open:
+        name, info = shard_name(number), self._infos[number]
+        try:
+            fd, size = self._directory.open_file(name)
+        except FileNotFoundError:
+            if self._reader:
+                raise SnapshotGoneError(
+                    f"{self._directory.path / name} was removed by the writer; refresh() and ask again"
+                ) from None
+            raise self._corrupt(number, "it is missing") from None
+        keep = False
+        try:
+            if size != info.size:
+                raise self._corrupt(
+                    number, f"it has {size} bytes, index.json says {info.size}", size
+                )
+            data = None
+            if self._io == "mmap":
+                mapped = self._directory.map_file(fd, size, name)
+                data = np.frombuffer(mapped, np.uint8)
+            opened = _Open(data, -1 if data is not None else fd)
+            self._verify_header(opened, fd, number)
+            keep = data is None
+            return opened
+        finally:
+            if not keep:
+                self._directory.close_file(fd)
+
+    def _verify_header(self, opened: _Open, fd: int, number: int) -> None:
+        info = self._infos[number]
+        head = _Open(opened.data, fd)
+        length = int.from_bytes(self._bytes(head, number, 0, 8).tobytes(), "little")
+        if length > min(info.size - 8, MAX_HEADER_BYTES):
+            raise self._corrupt(number, f"its header claims {length} bytes", 0)
+        text = self._bytes(head, number, 0, 8 + length)
+        if crc32c(text) != info.header_crc:
+            raise self._corrupt(number, "its header does not match its checksum", 0)
+        if number not in self._headers:
+            try:
+                header = parse_header(text[8:].tobytes(), info.size - 8 - length)
+            except ValueError as error:
+                raise self._corrupt(number, str(error), 0) from None
+            if len(header.ids) != info.entries:
+                raise self._corrupt(
+                    number, f"it holds {len(header.ids)} entries, index.json says {info.entries}"
+                )
+            if opened.data is not None:
+                self._agree(number, header)
+            self._headers[number] = header
+        if number not in self._verified:
+            self._verified[number] = np.zeros(self._headers[number].length.shape, np.bool_)
+
+    def _agree(self, number: int, header: ShardHeader) -> None:
+        """Let the reference reader parse the shard too: what it would read otherwise is refused."""
+        path = self._directory.path / shard_name(number)
+        try:
+            with safe_open(path, framework="numpy") as file:
+                count = len(file.keys())
+        except FileNotFoundError:
+            return  # removed since it was opened here; the map stays valid
+        except (SafetensorError, OSError) as error:
+            raise self._corrupt(number, f"safetensors refuses it: {error}") from None
+        if count != int((header.length >= 0).sum()):
+            raise self._corrupt(
+                number, f"safetensors finds {count} tensors in it, its header names others"
+            )
+
+    def _bytes(self, opened: _Open, number: int, start: int, length: int) -> npt.NDArray[np.uint8]:
+        if opened.data is not None:
+            return opened.data[start : start + length]
+        raw = np.empty(length, np.uint8)
+        name = shard_name(number)
+        if self._directory.read_into(opened.fd, memoryview(raw), start, name) < length:
+            raise self._corrupt(number, "it was cut short", start)
+        raw.flags.writeable = False
+        return raw
+
+    def _release(self, opened: _Open) -> None:
+        if opened.fd >= 0:
+            self._directory.close_file(opened.fd)
+
+    def _corrupt(self, number: int, why: str, offset: int | None = None) -> CorruptStoreError:
+        path = str(self._directory.path / shard_name(number))
+        return CorruptStoreError(f"{path} is damaged: {why}", path=path, offset=offset)

@@ -1,0 +1,159 @@
+"""Making and opening stores."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from hybridmem import _commit
+from hybridmem._fileio import LOCK_NAME, Directory, is_temporary
+from hybridmem._manifest import INDEX_NAME
+from hybridmem.config import Config
+from hybridmem.errors import ModelMismatchError, StoreExistsError, StoreIOError, StoreNotFoundError
+from hybridmem.store import Store
+
+__all__ = ["create", "open"]
+
+StrPath = str | os.PathLike[str]
+
+
+def create(store_dir: StrPath, *, config: Config | None = None, **fields: Any) -> Store:
+    """Make a new store and open it for writing.
+
+    Parameters
+    ----------
+    store_dir : path
+        Made with its parents where missing; an empty directory is taken as it is.
+    config : Config, optional
+    **fields
+        Fields of `Config`, `embed_dim` among them, where no `config` is given.
+
+    Raises
+    ------
+    StoreExistsError
+        If the directory holds a store or any other file.
+    StoreLockedError
+        If another process is making one there.
+    TypeError, ValueError
+        If a field of the configuration is invalid.
+    """
+    if config is None:
+        config = Config(**fields)
+    elif fields:
+        raise TypeError(f"give a config or its fields, not both: got config and {sorted(fields)}")
+    elif not isinstance(config, Config):
+        raise TypeError(f"config must be a hybridmem.Config, got {type(config).__name__}")
+    path = _path(store_dir)
+    if path.exists() and not path.is_dir():
+        raise StoreExistsError(
+            f"{path} is a file; give a directory that is empty or does not exist"
+        )
+    directory = Directory.make(path)
+    try:
+        _check_vacant(directory)
+        directory.lock()
+        _check_vacant(directory)
+        _commit.initialise(directory, config)
+        return Store(directory, "r+", "mmap", {}, _commit.load(directory, "mmap"))
+    except BaseException:
+        directory.close()
+        raise
+
+
+def open(
+    store_dir: StrPath,
+    mode: str = "r+",
+    *,
+    max_entries: int | None = None,
+    max_disk_bytes: int | None = None,
+    shard_max_bytes: int | None = None,
+    max_open_shards: int | None = None,
+    model_id: str | None = None,
+    io: str = "mmap",
+) -> Store:
+    """Open a store.
+
+    Parameters
+    ----------
+    store_dir : path
+    mode : {"r+", "r"}
+        "r+" is the one writer; "r" one of any number of readers, each of which sees one committed
+        snapshot until `refresh`, writes nothing and needs no permission to write.
+    max_entries, max_disk_bytes, shard_max_bytes, max_open_shards : int, optional
+        New limits. A writer keeps them with the store from the next commit on; a reader for itself.
+    model_id : str, optional
+        The weights that the caller's keys come from; a store of others is refused.
+    io : {"mmap", "pread"}
+        "pread" reads files instead of mapping them, for stores that someone else may cut short while they are
+        open: that is a CorruptStoreError then and not a bus error. Nothing is zero-copy then.
+
+    Raises
+    ------
+    StoreNotFoundError, StoreLockedError, VersionError, CorruptStoreError, ModelMismatchError
+    """
+    if mode not in ("r", "r+"):
+        raise ValueError(f'mode must be "r+" or "r", got {mode!r}')
+    if io not in ("mmap", "pread"):
+        raise ValueError(f'io must be "mmap" or "pread", got {io!r}')
+    if model_id is not None and not isinstance(model_id, str):
+        raise TypeError(f"model_id must be a string, got {type(model_id).__name__}")
+    limits = {
+        name: value
+        for name, value in (
+            ("max_entries", max_entries),
+            ("max_disk_bytes", max_disk_bytes),
+            ("shard_max_bytes", shard_max_bytes),
+            ("max_open_shards", max_open_shards),
+        )
+        if value is not None
+    }
+    Config(embed_dim=1, **limits)  # refuses a bad limit before anything is opened
+    path = _path(store_dir)
+    try:
+        directory = Directory(path)
+    except (FileNotFoundError, NotADirectoryError):
+        raise StoreNotFoundError(f"no store in {path}: there is no such directory") from None
+    except OSError as error:
+        raise StoreIOError(f"failed opening {path}: {error}") from error
+    try:
+        if mode == "r+":
+            if INDEX_NAME not in directory.names():
+                raise StoreNotFoundError(
+                    f"no store in {path}: it has no {INDEX_NAME}; make one with hybridmem.create"
+                )
+            directory.lock()
+        loaded = _commit.load(directory, io)
+        stored_id = loaded.manifest.config.model_id
+        if model_id is not None and model_id != stored_id:
+            raise ModelMismatchError(
+                f"{path} holds keys and values of the model {stored_id!r}, not of {model_id!r}: "
+                "open it without model_id or use this model's own store"
+            )
+        if mode == "r+":
+            _commit.recover(directory, loaded)
+        return Store(directory, mode, io, limits, loaded)
+    except BaseException:
+        directory.close()
+        raise
+
+
+def _path(store_dir: StrPath) -> Path:
+    if not isinstance(store_dir, (str, os.PathLike)):
+        raise TypeError(f"store_dir must be a path, got {type(store_dir).__name__}")
+    if isinstance(name := os.fspath(store_dir), bytes) or "\0" in name:
+        raise ValueError(f"store_dir must be a text path without NUL, got {name!r}")
+    return Path(os.path.abspath(name))
+
+
+def _check_vacant(directory: Directory) -> None:
+    names = directory.names()
+    if INDEX_NAME in names:
+        raise StoreExistsError(f"{directory.path} holds a store; open it with hybridmem.open")
+    # What a `create` that died has left is no store yet.
+    started = {_commit.ENTRIES_NAME, LOCK_NAME, _commit.RESERVE_NAME}
+    others = [name for name in names if name not in started and not is_temporary(name)]
+    if others or (_commit.ENTRIES_NAME in names and directory.size(_commit.ENTRIES_NAME)):
+        raise StoreExistsError(
+            f"{directory.path} is not empty ({', '.join(sorted(others or names)[:3])}); give an empty directory"
+        )

@@ -1,0 +1,93 @@
+"""What a store answers with: hits, entries, statistics."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Entry", "Hit", "Stats"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Entry:
+    """An entry: the fields of its record, its keys and its values.
+
+    Attributes
+    ----------
+    entry_id : int
+    layer_idx : int
+    n_tokens : int
+    importance : float
+    timestamp : int
+        Of the put, in nanoseconds since the Unix epoch.
+    access_count : int
+        Queries that returned the entry.
+    keys, values : float32 arrays, shape (n_tokens, embed_dim)
+        Read-only. They stay valid and unchanged for as long as they are held, through eviction, compaction
+        and close. In a float32 store they are views of the mapped shard.
+    """
+
+    entry_id: int
+    layer_idx: int
+    n_tokens: int
+    importance: float
+    timestamp: int
+    access_count: int
+    keys: npt.NDArray[np.float32] = dataclasses.field(repr=False)
+    values: npt.NDArray[np.float32] = dataclasses.field(repr=False)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Hit(Entry):
+    """An entry that a query found.
+
+    Attributes
+    ----------
+    score : float
+        Bipolar similarity of the signatures, `1 - 2 * hamming / hdc_dim`, in [-1, 1]. In a store with
+        sub-signatures the mean over query tokens of the largest similarity to one of the entry's.
+    """
+
+    score: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Stats:
+    """Counts and sizes of a store.
+
+    Attributes
+    ----------
+    entries : int
+        Live entries, flushed or not.
+    entries_by_layer : dict of int to int
+    tokens : int
+        Tokens of the live entries.
+    shards : int
+        Committed shards.
+    disk_bytes : int
+        Sum of the sizes of all files of the directory.
+    live_bytes, dead_bytes : int
+        Bytes of shards and records on disk that belong to live entries, and to evicted or deleted ones that a
+        compaction would give back.
+    unflushed_bytes : int
+        Bytes of keys and values that the next flush makes durable.
+    generation : int
+        Number of the last commit.
+    queries, hits, evicted : int
+        Queries answered, entries returned by them and entries evicted since this store object was opened.
+    """
+
+    entries: int
+    entries_by_layer: dict[int, int]
+    tokens: int
+    shards: int
+    disk_bytes: int
+    live_bytes: int
+    dead_bytes: int
+    unflushed_bytes: int
+    generation: int
+    queries: int
+    hits: int
+    evicted: int

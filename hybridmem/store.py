@@ -1,0 +1,394 @@
+"""The store: the one place where records, shards, signatures and commits meet."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from hybridmem import _arrays, _chunks, _commit, _limits
+from hybridmem._chunks import Chunk
+from hybridmem._codec import Tensor
+from hybridmem._eviction import EvictionQueue, lowest_rows
+from hybridmem._fileio import Directory
+from hybridmem._reading import Reader
+from hybridmem.errors import ReadOnlyError, StoreFullError, StoreIOError
+from hybridmem.results import Hit
+
+__all__ = ["Store"]
+
+_MAX_ACCESS = (1 << 32) - 1
+
+
+class Store(Reader):
+    """Keys and values of attention layers on disk, found by the similarity of their signatures.
+
+    Made by `hybridmem.create` and `hybridmem.open`. One object may be used from many threads.
+
+    Attributes
+    ----------
+    path : Path
+    config : Config
+        The configuration, with the limits that hold for this object.
+    mode : {"r+", "r"}
+    """
+
+    def __init__(
+        self,
+        directory: Directory,
+        mode: str,
+        io: str,
+        limits: dict[str, int],
+        loaded: _commit.Loaded,
+    ) -> None:
+        self.mode = mode
+        self._forked = self._unflushable = False
+        self._writer: _commit.Writer | None = None
+        self._eviction = EvictionQueue()
+        super().__init__(directory, io, limits, loaded)
+        if mode == "r+":
+            self._writer = _commit.Writer(directory, loaded.manifest, loaded.table, self._pool, io)
+
+    # -- putting ----------------------------------------------------------------------------------
+
+    def put(
+        self,
+        keys: Any,
+        values: Any,
+        layer_idx: int,
+        importance: float = 1.0,
+        *,
+        index_keys: Any = None,
+    ) -> int:
+        """Store a chunk of consecutive tokens of one layer; it can be queried at once.
+
+        Parameters
+        ----------
+        keys, values : array_like of float, shape (n_tokens, embed_dim)
+        layer_idx : int
+        importance : float, default 1.0
+            Finite and >= 0; what is least important is evicted first.
+        index_keys : array_like of float, shape (n_tokens, embed_dim), optional
+            The keys to find the entry by where they are not the keys to keep, as for a model with rotary
+            positions: its keys before the rotation.
+
+        Returns
+        -------
+        int
+            The entry's id, unique for ever in this store.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If an argument is invalid; nothing is stored.
+        StoreFullError, StoreIOError
+            If a full shard could not be written; nothing is stored.
+        """
+        self._writing()
+        layer = _arrays.layer_index(layer_idx)
+        weight = _arrays.importance(importance)
+        chunk = self._prepared(keys, values, index_keys)
+        with self._lock:
+            writer = self._writing()
+            self._make_room(writer, [chunk])
+            return self._insert(writer, chunk, layer, weight)
+
+    def put_many(
+        self,
+        entries: Iterable[tuple[Any, Any]],
+        layer_idx: int,
+        importance: float | Sequence[float] = 1.0,
+        *,
+        index_keys: Sequence[Any] | None = None,
+    ) -> list[int]:
+        """Store several chunks of one layer, all of them or none.
+
+        Parameters
+        ----------
+        entries : iterable of (keys, values)
+        layer_idx : int
+        importance : float or one float each
+        index_keys : sequence of array_like, optional
+            One for each entry, as in `put`.
+
+        Returns
+        -------
+        list of int
+            The ids, in order.
+        """
+        self._writing()
+        layer = _arrays.layer_index(layer_idx)
+        pairs = _chunks.pairs(entries)
+        weights = [
+            _arrays.importance(one) for one in _chunks.each(importance, len(pairs), "importance")
+        ]
+        indexed = (
+            [None] * len(pairs)
+            if index_keys is None
+            else _chunks.each(index_keys, len(pairs), "index_keys")
+        )
+        chunks = [
+            self._prepared(keys, values, index, f"entry {at}: ")
+            for at, ((keys, values), index) in enumerate(zip(pairs, indexed, strict=True))
+        ]
+        with self._lock:
+            writer = self._writing()
+            self._make_room(writer, chunks)  # what can fail comes before the first is inserted
+            return [
+                self._insert(writer, chunk, layer, weight)
+                for chunk, weight in zip(chunks, weights, strict=True)
+            ]
+
+    def _prepared(self, keys: Any, values: Any, index_keys: Any, where: str = "") -> Chunk:
+        width = self.config.embed_dim
+        return _chunks.prepare(
+            self._codec, self._signatures, width, keys, values, index_keys, where
+        )
+
+    def _make_room(self, writer: _commit.Writer, chunks: Sequence[Chunk]) -> None:
+        """Refuse a chunk that no store within the limits could hold; move pending tensors to disk if they fill a shard."""
+        limit = self.config.max_disk_bytes
+        if limit:
+            for chunk in chunks:
+                smallest = _limits.disk_estimate(self.config, writer.index_bytes, 1, chunk.nbytes)
+                if smallest > limit:
+                    raise ValueError(
+                        f"keys and values of {chunk.n_tokens} tokens take a store of {smallest} bytes, more than "
+                        f"max_disk_bytes={limit}; put fewer tokens at a time or raise the limit"
+                    )
+        if not chunks or writer.room_for(chunks[0].nbytes, self.config):
+            return
+        # Where the directory must not grow they stay in memory, which the same limit bounds.
+        if not limit or self._directory.total_bytes() + writer.pending_bytes <= limit:
+            self._unflushable = True
+            writer.spill(self.config)
+            self._unflushable = False
+
+    def _insert(self, writer: _commit.Writer, chunk: Chunk, layer: int, importance: float) -> int:
+        entry_id = writer.next_entry_id
+        if entry_id >= 1 << 64:
+            raise StoreIOError("all entry ids of this store are used; go on in a new one")
+        row = self._table.append(
+            chunk.signature,
+            entry_id=entry_id,
+            layer_idx=layer,
+            n_tokens=chunk.n_tokens,
+            importance=importance,
+            timestamp=time.time_ns(),
+        )
+        writer.add(entry_id, chunk.tensors, chunk.nbytes)
+        self._signatures.add(layer, entry_id, chunk.n_tokens, chunk.signature)
+        self._eviction.added(self._table, row)
+        self._keep_limits(spare=entry_id)
+        return entry_id
+
+    # -- removing ---------------------------------------------------------------------------------
+
+    def delete(self, entry_id: int) -> None:
+        """Remove an entry; the next flush commits it, `compact` removes its bytes.
+
+        Raises
+        ------
+        KeyError
+            If there is no such entry, or no longer.
+        """
+        number = _arrays.count(entry_id, "entry_id", 0)
+        with self._lock:
+            writer = self._writing()
+            self._kill(writer, self._row(number))
+
+    def evict(self, target_entries: int) -> int:
+        """Evict entries until no more than `target_entries` are left; committed on return.
+
+        What goes first has the lowest `importance * (1 + log(1 + access_count))`, ties by older timestamp,
+        then by smaller id.
+
+        Returns
+        -------
+        int
+            The number evicted.
+        """
+        target = _arrays.count(target_entries, "target_entries", 0)
+        with self._lock:
+            writer = self._writing()
+            is_full = False
+            try:
+                self.flush()
+            except StoreFullError:
+                is_full = True  # evicting may make the room that is missing
+            rows = lowest_rows(self._table, max(0, self._table.n_alive - target))
+            for row in rows.tolist():
+                self._evict(writer, row)
+            if is_full:
+                writer.commit_marks()
+            self.flush()
+            return len(rows)
+
+    def compact(self) -> int:
+        """Rewrite the store without the bytes of evicted and deleted entries; committed on return.
+
+        Small shards are merged on the way. Views that were handed out stay valid.
+
+        Returns
+        -------
+        int
+            The bytes given back.
+        """
+        with self._lock:
+            writer = self._writing()
+            before = self._directory.total_bytes()
+            try:
+                self._flush(writer)
+            except StoreFullError:
+                writer.commit_marks()
+                self._flush(writer)
+            victims = writer.worn_shards() | writer.small_shards(self.config)
+            if victims or writer.dead_records:
+                self._compact(writer, victims)
+            return max(0, before - self._directory.total_bytes())
+
+    def _compact(self, writer: _commit.Writer, victims: set[int]) -> None:
+        writer.compact(victims)
+        self._table, self._manifest = writer.table, writer.manifest
+
+    def _evict(self, writer: _commit.Writer, row: int) -> None:
+        self._kill(writer, row)
+        self._evicted += 1
+
+    def _kill(self, writer: _commit.Writer, row: int) -> None:
+        columns = self._table.columns
+        layer, entry_id = int(columns["layer_idx"][row]), int(columns["entry_id"][row])
+        writer.kill(row)
+        self._signatures.remove(layer, entry_id)
+
+    def _keep_limits(self, spare: int = 0) -> None:
+        """Evict what exceeds max_entries and max_disk_bytes, the entry `spare` excepted."""
+        table, config, writer = self._table, self.config, self._writing()
+        while table.n_alive > 1 and (
+            (config.max_entries and table.n_alive > config.max_entries)
+            or (config.max_disk_bytes and self._disk_estimate(writer) > config.max_disk_bytes)
+        ):
+            self._evict(writer, self._eviction.pop(table, spare))
+
+    def _disk_estimate(self, writer: _commit.Writer) -> int:
+        """Return an upper bound of the directory's size with the live entries alone."""
+        table = self._table
+        payload = table.n_tokens_alive * self._codec.nbytes(1, self.config.embed_dim)
+        return _limits.disk_estimate(self.config, writer.index_bytes, table.n_alive, payload)
+
+    # -- committing -------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Make everything that was put, deleted and evicted durable; committed on return.
+
+        Raises
+        ------
+        StoreFullError
+            If there is no space. The last commit stands and what was put stays in memory: free space and
+            flush again.
+        StoreIOError
+            If a write or a sync failed.
+        """
+        with self._lock:
+            writer = self._writing()
+            self._flush(writer)
+            victims = writer.due(self.config)
+            if victims is not None:
+                try:
+                    self._compact(writer, victims)
+                except StoreFullError:
+                    pass  # only tidying up: tried again when more has gathered
+
+    def _flush(self, writer: _commit.Writer) -> None:
+        self._keep_limits()
+        self._unflushable = True
+        writer.flush(self.config)
+        self._manifest = writer.manifest
+        if self.config.max_disk_bytes:
+            self._keep_disk_limit(writer)
+        self._unflushable = False
+
+    def _keep_disk_limit(self, writer: _commit.Writer) -> None:
+        """Bring the directory below max_disk_bytes: first by compaction, then by eviction."""
+        limit = self.config.max_disk_bytes
+        while (size := self._directory.total_bytes()) > limit:
+            victims = writer.worn_shards()
+            if victims or writer.dead_records:
+                self._compact(writer, victims)
+                continue
+            if not self._table.n_alive:
+                return  # what is left is the size of an empty store
+            # A little more than is too much, so that the next flushes need no compaction.
+            excess = size - limit + limit // 16
+            while excess > 0 and self._table.n_alive:
+                row = self._eviction.pop(self._table, spare=0)
+                excess -= self._codec.nbytes(
+                    int(self._table.columns["n_tokens"][row]), self.config.embed_dim
+                )
+                self._evict(writer, row)
+            writer.flush(self.config)
+            self._manifest = writer.manifest
+
+    def refresh(self) -> bool:
+        if self.mode == "r":
+            return super().refresh()
+        self._check_open()
+        return False
+
+    def close(self) -> None:
+        """Flush and close; a second close does nothing. Arrays that were handed out stay valid."""
+        with self._lock:
+            try:
+                # After a write that failed no promise is left to keep: only let go.
+                if self._writer is not None and not (
+                    self._closed or self._forked or self._unflushable
+                ):
+                    self.flush()
+            finally:
+                super().close()
+
+    # -- what a reader lacks ----------------------------------------------------------------------
+
+    def _unwritten(self, entry_id: int) -> list[Tensor] | None:
+        return self._writer.pending.get(entry_id) if self._writer is not None else None
+
+    def _unflushed_bytes(self) -> int:
+        return self._writer.unflushed_bytes if self._writer is not None else 0
+
+    def _accessed(self, results: list[list[Hit]]) -> None:
+        if self._writer is None or self._forked:
+            return
+        counts = self._table.columns["access_count"]
+        for hits in results:
+            for hit in hits:
+                row = self._row(hit.entry_id)
+                if counts[row] < _MAX_ACCESS:
+                    counts[row] += 1
+                    self._writer.accessed.add(hit.entry_id)
+
+    def _writing(self) -> _commit.Writer:
+        self._check_open()
+        if self._writer is None:
+            raise ReadOnlyError(
+                f'{self.path} is open with mode="r"; open it with mode="r+" to write'
+            )
+        if self._forked:
+            raise ReadOnlyError(
+                f"{self.path} was opened for writing before this process was forked: only the parent may write"
+            )
+        return self._writer
+
+    def _after_fork(self) -> None:
+        super()._after_fork()
+        self._forked = True
+        self._directory.drop_lock()
+
+
+def _after_fork_in_child() -> None:
+    for store in list(Reader.open_stores):
+        store._after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
