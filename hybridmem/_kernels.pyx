@@ -26,6 +26,7 @@ cdef extern from "_simd/dispatch.h" nogil:
         void (*late_prepare)(const uint8_t *, size_t, size_t, uint8_t *) noexcept nogil
     enum: HM_MAX_LEVELS
     const hm_kernels *hm_active
+    const hm_kernels hm_table_scalar
     size_t hm_levels(const hm_kernels **out) noexcept
     int hm_select_level(const char *name) noexcept
     void *hm_alloc(size_t size) noexcept
@@ -57,6 +58,8 @@ cdef extern from "_simd/search.h" nogil:
     void hm_hamming_at(
         const hm_kernels *k, const uint8_t *rows, const int64_t *at, size_t n,
         const uint8_t *query, size_t bytes, uint32_t *out) noexcept
+    const hm_kernels *hm_late_kernels(
+        const hm_kernels *best, const hm_kernels *scalar, size_t bytes) noexcept
     void hm_late_topk(
         const hm_kernels *k, const hm_late_block *block, const uint8_t *alive, size_t n,
         const uint8_t *prepared, const int64_t *starts, size_t m, size_t k, int64_t first_slot,
@@ -231,13 +234,18 @@ def hamming_at(const uint8_t[:, ::1] sigs not None, const int64_t[::1] rows not 
 # its sub-signatures, the rest repeat the first one.
 # ---------------------------------------------------------------------------------------------
 
-cdef uint8_t *_prepare(const uint8_t[:, ::1] queries) except NULL nogil:
+cdef const hm_kernels *_late_kernels(size_t size) noexcept nogil:
+    return hm_late_kernels(hm_active, &hm_table_scalar, size)
+
+
+cdef uint8_t *_prepare(
+        const hm_kernels *kernels, const uint8_t[:, ::1] queries) except NULL nogil:
     cdef size_t t = queries.shape[0], size = queries.shape[1]
-    cdef uint8_t *prepared = <uint8_t *> hm_alloc(t * size * hm_active.late_expand)
+    cdef uint8_t *prepared = <uint8_t *> hm_alloc(t * size * kernels.late_expand)
     if prepared == NULL:
         with gil:
             raise MemoryError
-    hm_active.late_prepare(&queries[0, 0], t, size, prepared)
+    kernels.late_prepare(&queries[0, 0], t, size, prepared)
     return prepared
 
 
@@ -274,14 +282,15 @@ def late_topk(const uint8_t[:, :, ::1] groups not None, const uint32_t[::1] used
     over tokens of the smallest Hamming distance to one of the entry's sub-signatures.
     """
     cdef Py_ssize_t n = alive.shape[0], m = best_distance.shape[0], k = best_distance.shape[1]
+    cdef const hm_kernels *kernels = _late_kernels(groups.shape[1])
     cdef hm_late_block block
     cdef uint8_t *prepared
     if n == 0 or m == 0 or k == 0:
         return
     with nogil:
         block = _late_block(groups, used, lanes)
-        prepared = _prepare(queries)
-        hm_late_topk(hm_active, &block, &alive[0], n, prepared, &starts[0], m, k, first_slot,
+        prepared = _prepare(kernels, queries)
+        hm_late_topk(kernels, &block, &alive[0], n, prepared, &starts[0], m, k, first_slot,
                      &best_distance[0, 0], &best_slot[0, 0])
         hm_free(prepared)
 
@@ -289,14 +298,15 @@ def late_topk(const uint8_t[:, :, ::1] groups not None, const uint32_t[::1] used
 def late_all(const uint8_t[:, :, ::1] groups not None, const uint32_t[::1] used not None,
              Py_ssize_t lanes, const uint8_t[:, ::1] query not None, uint32_t[::1] out not None):
     """Late-interaction distance of one query (a row per token) to the first len(out) entries."""
+    cdef const hm_kernels *kernels = _late_kernels(groups.shape[1])
     cdef hm_late_block block
     cdef uint8_t *prepared
     if out.shape[0] == 0:
         return
     with nogil:
         block = _late_block(groups, used, lanes)
-        prepared = _prepare(query)
-        hm_late_all(hm_active, &block, out.shape[0], prepared, query.shape[0], &out[0])
+        prepared = _prepare(kernels, query)
+        hm_late_all(kernels, &block, out.shape[0], prepared, query.shape[0], &out[0])
         hm_free(prepared)
 
 
@@ -304,14 +314,15 @@ def late_at(const uint8_t[:, :, ::1] groups not None, const uint32_t[::1] used n
             Py_ssize_t lanes, const int64_t[::1] entries not None,
             const uint8_t[:, ::1] query not None, uint32_t[::1] out not None):
     """Late-interaction distance of one query (a row per token) to chosen entries."""
+    cdef const hm_kernels *kernels = _late_kernels(groups.shape[1])
     cdef hm_late_block block
     cdef uint8_t *prepared
     if entries.shape[0] == 0:
         return
     with nogil:
         block = _late_block(groups, used, lanes)
-        prepared = _prepare(query)
-        hm_late_at(hm_active, &block, &entries[0], entries.shape[0], prepared, query.shape[0],
+        prepared = _prepare(kernels, query)
+        hm_late_at(kernels, &block, &entries[0], entries.shape[0], prepared, query.shape[0],
                    &out[0])
         hm_free(prepared)
 

@@ -72,6 +72,12 @@ static void hm_hamming_at(const hm_kernels *kernels, const uint8_t *rows, const 
     }
 }
 
+/* The vector kernels count late distances in 16 bits. */
+HM_INLINE const hm_kernels *hm_late_kernels(const hm_kernels *best, const hm_kernels *scalar,
+                                            size_t bytes) {
+    return bytes < 8192 ? best : scalar;
+}
+
 /* Late interaction. An entry has `lanes` lanes: a power of two up to 64 (entries share a group), or a
  * multiple of 64 (an entry has several groups). used[e] of them hold sub-signatures; the others of a
  * shared or started group repeat the first one, whole unused groups are never read. */
