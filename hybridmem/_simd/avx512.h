@@ -1,0 +1,306 @@
+/* x86-64 with AVX-512 VPOPCNTDQ and BITALG (Ice Lake, Zen 4 and later): 64 bytes at a time.
+ *
+ * XOR, count and add are three instructions for two vector ports (counts go to one of them), so a line
+ * of 64 bytes costs 1.5 cycles. Four rows share the loads of a query and one reduction. In late
+ * interaction VPOPCNTB counts 64 lanes in place; query bytes are stored four times so that the XOR can
+ * broadcast them from memory without a shuffle.
+ */
+#ifndef HM_AVX512_H
+#define HM_AVX512_H
+
+#include <immintrin.h>
+
+#include "avx2.h"
+
+#define HM_AVX512 \
+    HM_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx512vpopcntdq,avx512bitalg,avx2,popcnt")
+
+#define HM_T HM_AVX512
+#define HM_FN(name) name##_avx512
+#define HM_SMALL(name) name##_avx2
+#define HM_W 16
+#define V __m512
+#define V_LOAD(p) _mm512_loadu_ps(p)
+#define V_STORE(p, v) _mm512_storeu_ps((p), (v))
+#define V_ADD(a, b) _mm512_add_ps((a), (b))
+#define V_SUB(a, b) _mm512_sub_ps((a), (b))
+#define V_FLIP(v, b) hm_flip_vector_avx512((v), (b))
+#define V_INNER(v) hm_inner_avx512(v)
+#define V_GE0(v) (unsigned)_mm512_cmp_ps_mask((v), _mm512_setzero_ps(), _CMP_GE_OQ)
+#define D __m512d
+#define D_W 8
+#define D_LOAD(p) _mm512_loadu_pd(p)
+#define D_STORE(p, v) _mm512_storeu_pd((p), (v))
+#define D_ADD(a, b) _mm512_add_pd((a), (b))
+#define D_WIDEN(p) _mm512_cvtps_pd(_mm256_loadu_ps(p))
+#define D_MEAN(p, sum, n) \
+    _mm256_storeu_ps((p), _mm512_cvtpd_ps(_mm512_div_pd((sum), _mm512_set1_pd(n))))
+
+HM_T HM_INLINE __m512 hm_flip_vector_avx512(__m512 v, uint32_t bits) {
+    __m512i i = _mm512_castps_si512(v);
+    i = _mm512_mask_xor_epi32(i, (__mmask16)bits, i, _mm512_set1_epi32(INT32_MIN));
+    return _mm512_castsi512_ps(i);
+}
+
+/* Sum with the partner in the first lane of each pair, first minus second in the other. */
+HM_T HM_INLINE __m512 hm_pairs_avx512(__m512 v, __m512 partner, const int second) {
+    return _mm512_mask_sub_ps(_mm512_add_ps(v, partner), (__mmask16)second, partner, v);
+}
+
+HM_T HM_INLINE __m512 hm_inner_avx512(__m512 v) {
+    v = hm_pairs_avx512(v, _mm512_permute_ps(v, 0xB1), 0xAAAA);
+    v = hm_pairs_avx512(v, _mm512_permute_ps(v, 0x4E), 0xCCCC);
+    v = hm_pairs_avx512(v, _mm512_shuffle_f32x4(v, v, 0xB1), 0xF0F0);
+    return hm_pairs_avx512(v, _mm512_shuffle_f32x4(v, v, 0x4E), 0xFF00);
+}
+
+#include "vector_body.h"
+
+#undef HM_T
+#undef HM_FN
+#undef HM_SMALL
+#undef HM_W
+#undef V
+#undef V_LOAD
+#undef V_STORE
+#undef V_ADD
+#undef V_SUB
+#undef V_FLIP
+#undef V_INNER
+#undef V_GE0
+#undef D
+#undef D_W
+#undef D_LOAD
+#undef D_STORE
+#undef D_ADD
+#undef D_WIDEN
+#undef D_MEAN
+
+HM_AVX512 static int hm_copy_finite_avx512(const float *src, float *dst, size_t n) {
+    const __m512i magnitude = _mm512_set1_epi32(0x7FFFFFFF);
+    __m512i largest0 = _mm512_setzero_si512(), largest1 = largest0;
+    size_t i;
+    for (i = 0; i + 32 <= n; i += 32) {
+        __m512i a = _mm512_loadu_si512(src + i), b = _mm512_loadu_si512(src + i + 16);
+        if (dst != NULL) {
+            _mm512_storeu_si512(dst + i, a);
+            _mm512_storeu_si512(dst + i + 16, b);
+        }
+        largest0 = _mm512_max_epu32(largest0, _mm512_and_si512(a, magnitude));
+        largest1 = _mm512_max_epu32(largest1, _mm512_and_si512(b, magnitude));
+    }
+    if (_mm512_reduce_max_epu32(_mm512_max_epu32(largest0, largest1)) >= UINT32_C(0x7F800000))
+        return 0;
+    return hm_copy_finite_scalar(src + i, dst == NULL ? NULL : dst + i, n - i);
+}
+
+HM_AVX512 HM_INLINE __m512i hm_count_avx512(__m512i a, __m512i b) {
+    return _mm512_popcnt_epi64(_mm512_xor_si512(a, b));
+}
+
+/* Sums of the eight 64-bit lanes of four vectors. */
+HM_AVX512 HM_INLINE __m128i hm_sum4_avx512(const __m512i *v) {
+    __m512i a = _mm512_add_epi64(_mm512_unpacklo_epi64(v[0], v[1]), _mm512_unpackhi_epi64(v[0], v[1]));
+    __m512i b = _mm512_add_epi64(_mm512_unpacklo_epi64(v[2], v[3]), _mm512_unpackhi_epi64(v[2], v[3]));
+    __m512i c = _mm512_add_epi64(_mm512_shuffle_i64x2(a, b, 0x88), _mm512_shuffle_i64x2(a, b, 0xDD));
+    c = _mm512_add_epi64(c, _mm512_shuffle_i64x2(c, c, 0xB1));
+    /* 128-bit lanes 0 and 2 now hold (row 0, row 1) and (row 2, row 3) */
+    return _mm256_castsi256_si128(
+        _mm512_cvtepi64_epi32(_mm512_permutexvar_epi64(_mm512_setr_epi64(0, 1, 4, 5, 0, 0, 0, 0), c)));
+}
+
+/* Distances of T rows, `bytes` apart, to one query. */
+HM_AVX512 HM_INLINE void hm_rows_avx512(const uint8_t *rows, const uint8_t *query, size_t bytes,
+                                        const int T, __m512i *sum) {
+    size_t i;
+    int r;
+    for (r = 0; r < T; r++) sum[r] = _mm512_setzero_si512();
+    for (i = 0; i + 64 <= bytes; i += 64) {
+        __m512i q = _mm512_loadu_si512(query + i);
+        for (r = 0; r < T; r++)
+            sum[r] = _mm512_add_epi64(
+                sum[r], hm_count_avx512(q, _mm512_loadu_si512(rows + (size_t)r * bytes + i)));
+    }
+    if (i < bytes) {
+        __mmask8 rest = (__mmask8)((1u << ((bytes - i) / 8)) - 1);
+        __m512i q = _mm512_maskz_loadu_epi64(rest, query + i);
+        for (r = 0; r < T; r++)
+            sum[r] = _mm512_add_epi64(
+                sum[r],
+                hm_count_avx512(q, _mm512_maskz_loadu_epi64(rest, rows + (size_t)r * bytes + i)));
+    }
+}
+
+HM_AVX512 static void hm_hamming_avx512(const uint8_t *rows, size_t n, const uint8_t *queries,
+                                        size_t m, size_t bytes, uint32_t *out, size_t out_stride) {
+    __m512i sum[4];
+    size_t r, q;
+    for (r = 0; r + 4 <= n; r += 4)
+        for (q = 0; q < m; q++) {
+            hm_rows_avx512(rows + r * bytes, queries + q * bytes, bytes, 4, sum);
+            _mm_storeu_si128((__m128i *)(out + q * out_stride + r), hm_sum4_avx512(sum));
+        }
+    for (; r < n; r++)
+        for (q = 0; q < m; q++) {
+            hm_rows_avx512(rows + r * bytes, queries + q * bytes, bytes, 1, sum);
+            out[q * out_stride + r] = (uint32_t)_mm512_reduce_add_epi64(sum[0]);
+        }
+}
+
+HM_AVX512 static void hm_late_prepare_avx512(const uint8_t *queries, size_t t, size_t bytes,
+                                             uint8_t *prepared) {
+    size_t i;
+    for (i = 0; i < t * bytes; i++) memset(prepared + i * 4, queries[i], 4);
+}
+
+/* Counts of lines [0, n) of 64 lanes for T tokens; saturates at 255. */
+HM_AVX512 HM_INLINE void hm_late_lines_avx512(const uint8_t *lanes, size_t n, const uint8_t *query,
+                                              size_t token_bytes, const int T, __m512i *count) {
+    size_t b;
+    int i;
+    for (i = 0; i < T; i++) count[i] = _mm512_setzero_si512();
+    for (b = 0; b < n; b++) {
+        __m512i line = _mm512_loadu_si512(lanes + b * HM_LANES);
+        for (i = 0; i < T; i++) {
+            int32_t four;
+            memcpy(&four, query + (size_t)i * token_bytes + b * 4, 4);
+            count[i] = _mm512_adds_epu8(
+                count[i], _mm512_popcnt_epi8(_mm512_xor_si512(line, _mm512_set1_epi32(four))));
+        }
+    }
+}
+
+/* Smallest byte of each of eight vectors, as 32-bit numbers. */
+HM_AVX512 HM_INLINE __m256i hm_min8_avx512(const __m512i *v) {
+    __m512i half[4], quarter[2], w;
+    int i;
+    for (i = 0; i < 4; i++)
+        half[i] = _mm512_min_epu8(_mm512_shuffle_i64x2(v[2 * i], v[2 * i + 1], 0x44),
+                                  _mm512_shuffle_i64x2(v[2 * i], v[2 * i + 1], 0xEE));
+    for (i = 0; i < 2; i++)
+        quarter[i] = _mm512_min_epu8(_mm512_shuffle_i64x2(half[2 * i], half[2 * i + 1], 0x88),
+                                     _mm512_shuffle_i64x2(half[2 * i], half[2 * i + 1], 0xDD));
+    w = _mm512_min_epu8(_mm512_unpacklo_epi64(quarter[0], quarter[1]),
+                        _mm512_unpackhi_epi64(quarter[0], quarter[1]));
+    w = _mm512_min_epu8(w, _mm512_srli_epi64(w, 32));
+    w = _mm512_min_epu8(w, _mm512_srli_epi64(w, 16));
+    w = _mm512_min_epu8(w, _mm512_srli_epi64(w, 8));
+    w = _mm512_and_si512(w, _mm512_set1_epi64(255)); /* 0 4 1 5 2 6 3 7 */
+    return _mm512_cvtepi64_epi32(
+        _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), w));
+}
+
+/* Up to 256 bits: counts stay in bytes. Returns 0 if a 255 might have been 256. */
+HM_AVX512 HM_INLINE int hm_late_narrow_avx512(const uint8_t *group, size_t bytes,
+                                              const uint8_t *query, const int T, size_t span,
+                                              uint32_t *out) {
+    const size_t runs = HM_LANES / span;
+    __m512i count[HM_TOKENS];
+    uint32_t largest = 0;
+    size_t run, lane;
+    int i;
+    hm_late_lines_avx512(group, bytes, query, bytes * 4, T, count);
+    if (span == 64) {
+        const __mmask8 wanted = (__mmask8)((1u << T) - 1);
+        __m256i least;
+        for (i = T; i < HM_TOKENS; i++) count[i] = _mm512_setzero_si512();
+        least = hm_min8_avx512(count);
+        _mm256_mask_storeu_epi32(out, wanted, least);
+        return _mm256_mask_cmpeq_epi32_mask(wanted, least, _mm256_set1_epi32(255)) == 0;
+    }
+    for (i = 0; i < T; i++, out += runs) {
+        uint8_t counts[HM_LANES];
+        _mm512_storeu_si512(counts, count[i]);
+        for (run = 0; run < runs; run++) {
+            uint32_t best = counts[run * span];
+            for (lane = 1; lane < span; lane++) {
+                uint32_t v = counts[run * span + lane];
+                best = v < best ? v : best;
+            }
+            out[run] = best;
+            largest = best > largest ? best : largest;
+        }
+    }
+    return largest < 255;
+}
+
+/* Any number of bits below 65536: bytes are widened to words every 31 lines. */
+HM_AVX512 HM_INLINE void hm_late_wide_avx512(const uint8_t *group, size_t bytes,
+                                             const uint8_t *query, const int T, size_t span,
+                                             uint32_t *out) {
+    const __m512i low_bytes = _mm512_set1_epi16(0xFF);
+    __m512i count[HM_TOKENS], even[HM_TOKENS], odd[HM_TOKENS];
+    size_t b, lane;
+    int i;
+    for (i = 0; i < T; i++) even[i] = odd[i] = _mm512_setzero_si512();
+    for (b = 0; b < bytes; b += 31) {
+        hm_late_lines_avx512(group + b * HM_LANES, hm_min_size(31, bytes - b), query + b * 4,
+                             bytes * 4, T, count);
+        for (i = 0; i < T; i++) {
+            even[i] = _mm512_add_epi16(even[i], _mm512_and_si512(count[i], low_bytes));
+            odd[i] = _mm512_add_epi16(odd[i], _mm512_srli_epi16(count[i], 8));
+        }
+    }
+    for (i = 0; i < T; i++, out += HM_LANES / span) {
+        if (span == 64) {
+            __m512i v = _mm512_min_epu16(even[i], odd[i]);
+            __m256i w = _mm256_min_epu16(_mm512_castsi512_si256(v), _mm512_extracti64x4_epi64(v, 1));
+            out[0] = hm_min_words_avx2(
+                _mm_min_epu16(_mm256_castsi256_si128(w), _mm256_extracti128_si256(w, 1)));
+        } else {
+            uint16_t evens[32], odds[32];
+            uint32_t counts[HM_LANES];
+            _mm512_storeu_si512(evens, even[i]);
+            _mm512_storeu_si512(odds, odd[i]);
+            for (lane = 0; lane < 32; lane++) {
+                counts[2 * lane] = evens[lane];
+                counts[2 * lane + 1] = odds[lane];
+            }
+            hm_min_runs(counts, span, out);
+        }
+    }
+}
+
+HM_AVX512 static void hm_late_min_avx512(const uint8_t *group, size_t bytes,
+                                         const uint8_t *prepared, size_t t, size_t span,
+                                         uint32_t *out) {
+    const size_t runs = HM_LANES / span, token_bytes = bytes * 4;
+    size_t i = 0;
+    if (bytes <= 32) {
+        int sure = 1;
+        if (t == 8) {
+            sure = hm_late_narrow_avx512(group, bytes, prepared, 8, span, out);
+        } else {
+            for (; i + 4 <= t; i += 4)
+                sure &= hm_late_narrow_avx512(group, bytes, prepared + i * token_bytes, 4, span,
+                                              out + i * runs);
+            for (; i < t; i++)
+                sure &= hm_late_narrow_avx512(group, bytes, prepared + i * token_bytes, 1, span,
+                                              out + i * runs);
+        }
+        if (sure) return;
+    }
+    if (t == 8) {
+        hm_late_wide_avx512(group, bytes, prepared, 8, span, out);
+        return;
+    }
+    for (i = 0; i + 4 <= t; i += 4)
+        hm_late_wide_avx512(group, bytes, prepared + i * token_bytes, 4, span, out + i * runs);
+    for (; i < t; i++)
+        hm_late_wide_avx512(group, bytes, prepared + i * token_bytes, 1, span, out + i * runs);
+}
+
+static const hm_kernels hm_table_avx512 = {
+    "avx512",
+    hm_mean_avx512,
+    hm_copy_finite_avx512,
+    hm_fold_avx512,
+    hm_flip_fwht_avx512,
+    hm_pack_signs_avx512,
+    hm_hamming_avx512,
+    4,
+    hm_late_prepare_avx512,
+    hm_late_min_avx512,
+};
+
+#endif
