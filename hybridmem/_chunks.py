@@ -33,7 +33,7 @@ def prepare(
     index_keys: Any,
     where: str = "",
 ) -> Chunk:
-    """Check, encode and sign what was put; it is copied, so that the caller may use its arrays again.
+    """Check, encode and sign what was put; it is copied, the caller may use its arrays again.
 
     Parameters
     ----------
@@ -44,7 +44,8 @@ def prepare(
     v = _arrays.matrix(values, f"{where}values", width, finite=False)
     if len(k) != len(v):
         raise ValueError(
-            f"{where}keys and values must have the same number of tokens, got {list(k.shape)} and {list(v.shape)}"
+            f"{where}keys and values must have the same number of tokens, "
+            f"got {list(k.shape)} and {list(v.shape)}"
         )
     tensors = codec.encode(k, v, where)
     indexed = k
@@ -52,7 +53,8 @@ def prepare(
         indexed = _arrays.matrix(index_keys, f"{where}index_keys", width)
         if len(indexed) != len(k):
             raise ValueError(
-                f"{where}index_keys must have a row for each of keys, got {list(indexed.shape)} for {list(k.shape)}"
+                f"{where}index_keys must have a row for each of keys, "
+                f"got {list(indexed.shape)} for {list(k.shape)}"
             )
     nbytes = sum(memoryview(tensor.data).nbytes for tensor in tensors)
     return Chunk(tensors, nbytes, len(k), signatures.of_entry(indexed))

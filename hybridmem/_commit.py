@@ -1,8 +1,8 @@
-"""The commit protocol: how what was put, evicted and compacted becomes durable (docs/durability.md).
+"""The commit protocol: how puts, evictions and compactions become durable (docs/durability.md).
 
 The rename of index.json is the only commit point. Whatever fails before it is undone and leaves the
-last commit; whatever fails at it or after it leaves a writer that refuses to go on, since what reached the
-disk is not known. Nothing is removed that a committed index.json may name.
+last commit; whatever fails at it or after it leaves a writer that refuses to go on, since what
+reached the disk is not known. Nothing is removed that a committed index.json may name.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Loaded(NamedTuple):
 def load(directory: Directory, io: str) -> Loaded:
     """Read and verify the last commit.
 
-    A commit that is under way in another process can be met half-way: as long as index.json changes, the
-    reading is begun anew.
+    A commit that is under way in another process can be met half-way: as long as index.json
+    changes, the reading is begun anew.
     """
     manifest = read_manifest(directory)
     while True:
@@ -70,8 +70,8 @@ def load(directory: Directory, io: str) -> Loaded:
 
 
 def _load_records(directory: Directory, manifest: Manifest, io: str) -> tuple[EntryTable, str]:
-    # A compaction commits while its records still have the name of their generation; they may get their
-    # final name between a look at the one and a look at the other.
+    # A compaction commits while its records still have the name of their generation; they may get
+    # their final name between a look at the one and a look at the other.
     errors = []
     for name in (ENTRIES_NAME, manifest.entries_name, ENTRIES_NAME):
         try:
@@ -237,7 +237,7 @@ class Writer:
         return True
 
     def commit_marks(self) -> None:
-        """Commit evictions and deletions alone, which needs no space on the disk, and free what they held."""
+        """Commit evictions and deletions alone, which needs no disk space; free what they held."""
         self._check()
         if not self._marked:
             return
@@ -256,9 +256,9 @@ class Writer:
         self._settle(manifest, dead)
 
     def compact(self, victims: Collection[int]) -> None:
-        """Commit a generation without dead records, the live entries of some shards moved to new ones.
+        """Commit a generation without dead records.
 
-        Everything must have been flushed.
+        The live entries of some shards are moved to new ones. Everything must have been flushed.
         """
         self._check()
         rows = self.table.alive_rows()
@@ -305,7 +305,7 @@ class Writer:
         }
 
     def small_shards(self, config: Config, more_than: int = 1) -> set[int]:
-        """Return small shards of about the same size to merge, none unless there are more than so many.
+        """Return small shards of like size to merge, none unless more than `more_than` are small.
 
         Like sizes together, so that a byte is moved a logarithmic number of times before it rests.
         """
@@ -326,8 +326,9 @@ class Writer:
         """Return the shards that are worth rewriting now, None while a compaction is not worth it.
 
         A compaction rewrites all records, so it waits until enough has gathered to pay for it: dead
-        records or dead bytes of half of what is alive, or so many ranges or small shards that index.json,
-        written at each commit, would grow with the number of entries and not with its square root.
+        records or dead bytes of half of what is alive, or so many ranges or small shards that
+        index.json, written at each commit, would grow with the number of entries and not with its
+        square root.
         """
         many = max(256, 4 * isqrt(self.table.n_committed))
         small = (
@@ -445,7 +446,7 @@ class Writer:
             yield entry_id, self._pool.load(int(table.columns["shard_idx"][row]), entry_id)
 
     def _all_records(self, table: EntryTable, rows: Rows, crcs: list[int]) -> Iterator[Buffer]:
-        """Yield the records of a compacted table, whose signatures are those of `rows` of the present one."""
+        """Yield the records of a compacted table; signatures are those of `rows` of this one."""
         for start in range(0, len(rows), _PIECE_RECORDS):
             part = rows[start : start + _PIECE_RECORDS]
             records = self.table.records(part)

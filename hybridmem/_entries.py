@@ -90,7 +90,8 @@ class EntryTable:
             width = table.dtype.itemsize
             if size < count * width:
                 raise CorruptStoreError(
-                    f"{path} has {size} bytes, too few for the {count} records of {width} bytes that index.json names",
+                    f"{path} has {size} bytes, too few for the {count} records of {width} bytes "
+                    "that index.json names",
                     path=path,
                     offset=size,
                     records=(size // width, count - 1),
@@ -108,7 +109,8 @@ class EntryTable:
                 )
                 raise CorruptStoreError(
                     f"{path} does not match its checksums in records {first} to {last}; "
-                    "`hybridmem verify` lists every fault, open(..., salvage=True) keeps what verifies",
+                    "`hybridmem verify` lists every fault, "
+                    "open(..., salvage=True) keeps what verifies",
                     path=path,
                     offset=first * width,
                     records=(first, last),
@@ -163,7 +165,7 @@ class EntryTable:
         self.n_rows = len(heads)
 
     def _check(self, manifest: Manifest, path: str) -> None:
-        """Hold every rule on fields, in one vectorised pass, before anything is computed from them."""
+        """Hold every rule on fields, in one vectorised pass, before anything is computed."""
         n = self.n_rows
         column = {name: values[:n] for name, values in self.columns.items()}
         ids = column["entry_id"]
@@ -243,7 +245,7 @@ class EntryTable:
         return self._by_layer
 
     def signatures(self, rows: Rows) -> Iterator[tuple[Rows, Bytes]]:
-        """Yield the signatures of ascending rows in pieces of a few MB: rows and uint8 [n, hdc_dim/8]."""
+        """Yield signatures of ascending rows in pieces of a few MB: rows, uint8 [n, hdc_dim/8]."""
         step = max(1, (4 << 20) // self.dtype["signature"].itemsize)
         in_file = int(np.searchsorted(rows, self._first_new))
         for start in range(0, in_file, step):

@@ -22,7 +22,8 @@ def eviction_scores(table: EntryTable, rows: npt.NDArray[np.int64]) -> npt.NDArr
     importance = table.columns["importance"][rows].astype(np.float64)
     counts, at = np.unique(table.columns["access_count"][rows], return_inverse=True)
     # One logarithm a distinct count: vectorised ones may differ from math.log in the last bit.
-    return importance * np.array([_boost(count) for count in counts.tolist()])[at]
+    boosts = np.array([_boost(count) for count in counts.tolist()], np.float64)
+    return importance * boosts[at]
 
 
 def lowest_rows(table: EntryTable, n: int) -> npt.NDArray[np.int64]:
@@ -38,10 +39,11 @@ def lowest_rows(table: EntryTable, n: int) -> npt.NDArray[np.int64]:
 
 
 class EvictionQueue:
-    """The next entries to go, kept so that one eviction costs O(1) amortised in the number of entries.
+    """The next entries to go, kept so that an eviction is O(1) amortised in the number of entries.
 
-    A part of the lowest entries is ranked at a time. A score only ever rises (accesses are added), so
-    an entry outside that part can never come to precede it unless it was put later, and `put` is told here.
+    A part of the lowest entries is ranked at a time. A score only ever rises (accesses are added),
+    so an entry outside that part can never come to precede it unless it was put later, and `put` is
+    told here.
     """
 
     def __init__(self) -> None:
@@ -55,7 +57,7 @@ class EvictionQueue:
             self._insert(rank)
 
     def pop(self, table: EntryTable, spare: int) -> int:
-        """Return the live row that goes first; the entry `spare` stays, and must not be the only one."""
+        """Return the live row that goes first; the entry `spare` stays, and is not the only one."""
         spared: Rank | None = None
         while True:
             if not self._queue:

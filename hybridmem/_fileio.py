@@ -1,12 +1,14 @@
 """All input and output of a store: the one module that opens, writes, syncs, renames and locks.
 
 Every system call goes through `calls`, the seam at which `hybridmem.testing` records the calls of
-an operation or makes one of them fail. Files are opened relative to a descriptor of the directory, never
-through a symbolic link, and only if they are regular files: a store directory is untrusted input.
+an operation or makes one of them fail. Files are opened relative to a descriptor of the directory,
+never through a symbolic link, and only if they are regular files: a store directory is untrusted
+input.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import mmap
@@ -15,7 +17,7 @@ import secrets
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 from hybridmem.errors import (
     CorruptStoreError,
@@ -27,6 +29,7 @@ from hybridmem.errors import (
 __all__ = ["Buffer", "Directory", "Syscalls", "UnknownOutcomeError", "calls", "is_temporary"]
 
 Buffer = bytes | bytearray | memoryview
+P = ParamSpec("P")
 T = TypeVar("T")
 
 LOCK_NAME = "lock"
@@ -100,11 +103,11 @@ def is_temporary(name: str) -> bool:
     return name.startswith(_TMP_PREFIX) and name.endswith(_TMP_SUFFIX)
 
 
-def _again(call: Callable[[], T]) -> T:
+def _again(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Make a call that a signal may interrupt before it has done anything."""
     while True:
         try:
-            return call()
+            return call(*args, **kwargs)
         except InterruptedError:
             continue
 
@@ -120,8 +123,9 @@ def _failure(error: OSError, doing: str) -> StoreIOError:
 class Directory:
     """An open store directory.
 
-    Methods raise `FileNotFoundError` for a missing name, `CorruptStoreError` for a name that is no regular
-    file, `StoreFullError` where space ends, `UnknownOutcomeError` where a sync fails, and `StoreIOError` otherwise.
+    Methods raise `FileNotFoundError` for a missing name, `CorruptStoreError` for a name that is no
+    regular file, `StoreFullError` where space ends, `UnknownOutcomeError` where a sync fails, and
+    `StoreIOError` otherwise.
     """
 
     def __init__(self, path: Path) -> None:
@@ -143,10 +147,8 @@ class Directory:
             at = at.parent
         try:
             for directory in reversed(missing):
-                try:
+                with contextlib.suppress(FileExistsError):
                     calls.mkdir(os.fspath(directory), 0o777)
-                except FileExistsError:
-                    pass
                 parent = cls(directory.parent)
                 try:
                     parent.sync()
@@ -162,10 +164,9 @@ class Directory:
             fd = getattr(self, name)
             if fd >= 0:
                 setattr(self, name, -1)
-                try:
+                # If it fails the descriptor is gone all the same, and nothing waits on it.
+                with contextlib.suppress(OSError):
                     calls.close(fd)
-                except OSError:
-                    pass  # the descriptor is gone either way, and nothing waits on it
 
     def drop_lock(self) -> None:
         """Forget an inherited lock; closing (not unlocking) keeps it with the parent process."""
@@ -225,7 +226,7 @@ class Directory:
         total = 0
         for name in self.names():
             try:
-                total += _again(lambda name=name: calls.stat(name, self._fd)).st_size  # type: ignore[misc]
+                total += _again(calls.stat, name, self._fd).st_size
             except FileNotFoundError:
                 continue  # a writer removed it between the two calls
             except OSError as error:
@@ -264,7 +265,7 @@ class Directory:
         while done < len(buffer):
             part = buffer[done : done + _WRITE_MAX]
             try:
-                count = _again(lambda part=part: calls.preadv(fd, part, offset + done))  # type: ignore[misc]
+                count = _again(calls.preadv, fd, part, offset + done)
             except OSError as error:
                 raise _failure(error, f"reading {self.path / name}") from error
             if count == 0:
@@ -340,7 +341,7 @@ class Directory:
             raise _failure(error, f"naming {self.path / name}") from error
 
     def update_file(self, name: str, pieces: Sequence[tuple[int, Sequence[Buffer]]]) -> None:
-        """Write pieces (offset, buffers) into an existing file, making it where missing, and sync its data."""
+        """Write pieces (offset, buffers) into a file, made where missing, and sync its data."""
         try:
             fd = _again(
                 lambda: calls.open(name, os.O_WRONLY | os.O_CREAT | _OPEN_FLAGS, 0o666, self._fd)
@@ -369,7 +370,7 @@ class Directory:
             raise _failure(error, f"cutting {self.path / name}") from error
 
     def overwrite_temporary(self, name: str, data: Buffer) -> None:
-        """Fill an existing preallocated file with `data`, cut it to size and sync: needs no new space."""
+        """Fill a preallocated file with `data`, cut it to size and sync: needs no new space."""
         try:
             fd = _again(lambda: calls.open(name, os.O_WRONLY | _OPEN_FLAGS, 0, self._fd))
             try:
@@ -429,7 +430,7 @@ class Directory:
         while at < len(views):
             batch = views[at : at + _IOV_MAX]
             batch[0] = batch[0][:_WRITE_MAX]
-            count = _again(lambda batch=batch: calls.writev(fd, batch, offset))  # type: ignore[misc]
+            count = _again(calls.writev, fd, batch, offset)
             if count <= 0:
                 raise StoreIOError(f"the system wrote nothing to {what} and gave no reason")
             offset += count
@@ -441,9 +442,10 @@ class Directory:
         return offset
 
     def _sync(self, fd: int, what: object, sync: Callable[[int], None]) -> None:
-        # Linux marks pages clean after a failed fsync, so a second one proves nothing (fsyncgate, 2018).
+        # Linux marks pages clean after a failed fsync: a second one proves nothing (fsyncgate,
+        # 2018).
         try:
-            _again(lambda: sync(fd))
+            _again(sync, fd)
         except OSError as error:
             raise UnknownOutcomeError(
                 f"syncing {what} failed ({error}); what reached the disk is not known: "

@@ -84,7 +84,8 @@ def extend_checksums(
 ) -> list[int]:
     """Return the checksums of entries.bin after records were appended.
 
-    Each is the CRC-32C of a block of 1,024 records (of fewer at the end), their access counts taken as 0.
+    Each is the CRC-32C of a block of 1,024 records (of fewer at the end), their access counts taken
+    as 0.
 
     Parameters
     ----------
@@ -132,7 +133,7 @@ def decode_json(data: bytes) -> dict[str, Any]:
 
 
 def newer_version(data: bytes) -> int | None:
-    """Return the format version that `data` claims, if it is newer than ours, whatever its checksum."""
+    """Return the format version that `data` claims if it is newer, whatever its checksum."""
     try:
         version = _strict_object(data[: 1 << 24]).get("format_version")
     except ValueError:
@@ -228,7 +229,8 @@ def pack_header(tensors: Sequence[tuple[str, str, tuple[int, int], int]]) -> byt
 
     Notes
     -----
-    The header is padded with spaces to a multiple of 64 bytes, so that tensors are aligned for vector loads.
+    The header is padded with spaces to a multiple of 64 bytes, so that tensors are aligned for
+    vector loads.
     """
     members: dict[str, Any] = {
         "__metadata__": {

@@ -1,4 +1,4 @@
-"""How many bytes a directory takes: what max_disk_bytes is held against before anything is written."""
+"""How many bytes a directory takes: what max_disk_bytes is held against before a write."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from hybridmem.config import Config
 
 __all__ = ["disk_estimate"]
 
-#: Most bytes that a tensor takes in a shard's header, and a shard beside its tensors and in index.json.
+#: Most bytes of a tensor in a shard's header, and of a shard beside its tensors and in index.json.
 _TENSOR_OVERHEAD = 136
 _SHARD_OVERHEAD = 256
 _PAGE = 4096

@@ -7,7 +7,7 @@ import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -41,7 +41,7 @@ class Reader:
     mode = "r"
 
     #: The stores of this process that are open, for what must be done when it forks.
-    open_stores: weakref.WeakSet[Reader] = weakref.WeakSet()
+    open_stores: ClassVar[weakref.WeakSet[Reader]] = weakref.WeakSet()
 
     def __init__(
         self, directory: Directory, io: str, limits: dict[str, int], loaded: _commit.Loaded
@@ -80,7 +80,8 @@ class Reader:
         Parameters
         ----------
         query : array_like of float, shape (embed_dim,) or (n_tokens, embed_dim)
-            Several tokens are pooled to their mean; in a store with sub-signatures each is looked for.
+            Several tokens are pooled to their mean; in a store with sub-signatures each is looked
+            for.
         layer_idx : int
         top_k : int, default 5
         entry_ids : array_like of int, optional
@@ -144,9 +145,8 @@ class Reader:
         found = view.search(signed, k, among)
         with self._lock:
             self._check_open()
-            if (
-                removals != self._signatures.removals
-            ):  # an entry may have gone meanwhile: ask undisturbed
+            # An entry may have gone meanwhile: ask undisturbed.
+            if removals != self._signatures.removals:
                 found = self._signatures.view(layer, self._table).search(signed, k, among)
             score = self._signatures.spec.score
             results = [
@@ -206,8 +206,9 @@ class Reader:
     def __contains__(self, entry_id: object) -> bool:
         with self._lock:
             self._check_open()
-            is_id = isinstance(entry_id, (int, np.integer)) and not isinstance(entry_id, bool)
-            return is_id and self._table.find(int(entry_id)) is not None  # type: ignore[call-overload]
+            if not isinstance(entry_id, (int, np.integer)) or isinstance(entry_id, bool):
+                return False
+            return self._table.find(int(entry_id)) is not None
 
     def __iter__(self) -> Iterator[int]:
         """Iterate over the ids there are at this moment, ascending."""
@@ -227,8 +228,8 @@ class Reader:
     def entries(self) -> npt.NDArray[np.void]:
         """The records of the live entries, by id: a read-only structured array.
 
-        The fields are those of docs/format.md; `signature` holds the packed bits as bytes objects, so that
-        the array goes into a data frame as it is. A copy of this moment.
+        The fields are those of docs/format.md; `signature` holds the packed bits as bytes objects,
+        so that the array goes into a data frame as it is. A copy of this moment.
         """
         with self._lock:
             self._check_open()
@@ -321,7 +322,7 @@ class Reader:
             )
 
     def _after_fork(self) -> None:
-        """Make this copy of the object usable in a forked child: another thread may have held the locks."""
+        """Make this copy usable in a forked child: another thread may have held the locks."""
         self._lock = threading.RLock()
         self._pool.after_fork()
 

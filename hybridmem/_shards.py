@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +32,7 @@ __all__ = ["MAX_SHARD_ENTRIES", "ShardPool", "check_files", "write_shard"]
 #: Parsing a header costs about 1.5 us a tensor; this bounds the first touch of a shard.
 MAX_SHARD_ENTRIES = 2048
 
-_NUMPY = {
+_NUMPY: dict[str, np.dtype[Any]] = {
     "F32": np.dtype("<f4"),
     "F16": np.dtype("<f2"),
     "BF16": np.dtype("<u2"),
@@ -96,7 +96,7 @@ def check_files(directory: Directory, infos: Iterable[ShardInfo]) -> None:
 
 
 class _Open:
-    """A shard that is open: its mapped bytes, or its descriptor where files are read and not mapped."""
+    """An open shard: its mapped bytes, or its descriptor where files are read and not mapped."""
 
     __slots__ = ("data", "fd")
 
@@ -106,10 +106,10 @@ class _Open:
 
 
 class ShardPool:
-    """The shards of a snapshot; at most `max_open` of them are open, the least recently used closed first.
+    """The shards of a snapshot; at most `max_open` are open, the least recently used closes first.
 
-    What was read of a header, and which tensors were verified, is kept for shards that are closed, since a
-    committed shard never changes. Arrays handed out keep their map alive by themselves.
+    What was read of a header, and which tensors were verified, is kept for shards that are closed,
+    since a committed shard never changes. Arrays handed out keep their map alive by themselves.
     """
 
     def __init__(self, directory: Directory, max_open: int, io: str, *, reader: bool) -> None:
@@ -216,7 +216,8 @@ class ShardPool:
         except FileNotFoundError:
             if self._reader:
                 raise SnapshotGoneError(
-                    f"{self._directory.path / name} was removed by the writer; refresh() and ask again"
+                    f"{self._directory.path / name} was removed by the writer; "
+                    "refresh() and ask again"
                 ) from None
             raise self._corrupt(number, "it is missing") from None
         keep = False

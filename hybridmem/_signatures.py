@@ -19,7 +19,8 @@ Floats = npt.NDArray[np.float32]
 class Signatures:
     """Makes signatures and finds them. The store's lock guards everything but views.
 
-    The index of a layer is gathered from the records when it is first searched, and kept up from then on.
+    The index of a layer is gathered from the records when it is first searched, and kept up from
+    then on.
 
     Attributes
     ----------

@@ -27,8 +27,8 @@ def augmented_kv(
     Returns
     -------
     keys, values
-        Shape (sum(n_tokens) + n_cache, embed_dim) after the cache's leading axes; type, dtype and device are the
-        cache's. The cache itself where nothing was found.
+        Shape (sum(n_tokens) + n_cache, embed_dim) after the cache's leading axes; type, dtype and
+        device are the cache's. The cache itself where nothing was found.
 
     Raises
     ------

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridmem import _commit
+from hybridmem._entries import ENTRIES_NAME
 from hybridmem._fileio import LOCK_NAME, Directory, is_temporary
 from hybridmem._manifest import INDEX_NAME
 from hybridmem.config import Config
@@ -85,8 +86,9 @@ def open(
     model_id : str, optional
         The weights that the caller's keys come from; a store of others is refused.
     io : {"mmap", "pread"}
-        "pread" reads files instead of mapping them, for stores that someone else may cut short while they are
-        open: that is a CorruptStoreError then and not a bus error. Nothing is zero-copy then.
+        "pread" reads files instead of mapping them, for stores that someone else may cut short
+        while they are open: that is a CorruptStoreError then and not a bus error. Nothing is
+        zero-copy then.
 
     Raises
     ------
@@ -98,7 +100,7 @@ def open(
         raise ValueError(f'io must be "mmap" or "pread", got {io!r}')
     if model_id is not None and not isinstance(model_id, str):
         raise TypeError(f"model_id must be a string, got {type(model_id).__name__}")
-    limits = {
+    limits: dict[str, Any] = {
         name: value
         for name, value in (
             ("max_entries", max_entries),
@@ -151,9 +153,10 @@ def _check_vacant(directory: Directory) -> None:
     if INDEX_NAME in names:
         raise StoreExistsError(f"{directory.path} holds a store; open it with hybridmem.open")
     # What a `create` that died has left is no store yet.
-    started = {_commit.ENTRIES_NAME, LOCK_NAME, _commit.RESERVE_NAME}
+    started = {ENTRIES_NAME, LOCK_NAME, _commit.RESERVE_NAME}
     others = [name for name in names if name not in started and not is_temporary(name)]
-    if others or (_commit.ENTRIES_NAME in names and directory.size(_commit.ENTRIES_NAME)):
+    if others or (ENTRIES_NAME in names and directory.size(ENTRIES_NAME)):
         raise StoreExistsError(
-            f"{directory.path} is not empty ({', '.join(sorted(others or names)[:3])}); give an empty directory"
+            f"{directory.path} is not empty ({', '.join(sorted(others or names)[:3])}); "
+            "give an empty directory"
         )

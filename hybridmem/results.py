@@ -25,8 +25,8 @@ class Entry:
     access_count : int
         Queries that returned the entry.
     keys, values : float32 arrays, shape (n_tokens, embed_dim)
-        Read-only. They stay valid and unchanged for as long as they are held, through eviction, compaction
-        and close. In a float32 store they are views of the mapped shard.
+        Read-only. They stay valid and unchanged for as long as they are held, through eviction,
+        compaction and close. In a float32 store they are views of the mapped shard.
     """
 
     entry_id: int
@@ -46,8 +46,9 @@ class Hit(Entry):
     Attributes
     ----------
     score : float
-        Bipolar similarity of the signatures, `1 - 2 * hamming / hdc_dim`, in [-1, 1]. In a store with
-        sub-signatures the mean over query tokens of the largest similarity to one of the entry's.
+        Bipolar similarity of the signatures, `1 - 2 * hamming / hdc_dim`, in [-1, 1]. In a store
+        with sub-signatures the mean over query tokens of the largest similarity to one of the
+        entry's.
     """
 
     score: float
@@ -69,14 +70,15 @@ class Stats:
     disk_bytes : int
         Sum of the sizes of all files of the directory.
     live_bytes, dead_bytes : int
-        Bytes of shards and records on disk that belong to live entries, and to evicted or deleted ones that a
-        compaction would give back.
+        Bytes of shards and records on disk that belong to live entries, and to evicted or deleted
+        ones that a compaction would give back.
     unflushed_bytes : int
         Bytes of keys and values that the next flush makes durable.
     generation : int
         Number of the last commit.
     queries, hits, evicted : int
-        Queries answered, entries returned by them and entries evicted since this store object was opened.
+        Queries answered, entries returned by them and entries evicted since this store object was
+        opened.
     """
 
     entries: int

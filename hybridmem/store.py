@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Iterable, Sequence
@@ -70,8 +71,8 @@ class Store(Reader):
         importance : float, default 1.0
             Finite and >= 0; what is least important is evicted first.
         index_keys : array_like of float, shape (n_tokens, embed_dim), optional
-            The keys to find the entry by where they are not the keys to keep, as for a model with rotary
-            positions: its keys before the rotation.
+            The keys to find the entry by where they are not the keys to keep, as for a model with
+            rotary positions: its keys before the rotation.
 
         Returns
         -------
@@ -147,15 +148,16 @@ class Store(Reader):
         )
 
     def _make_room(self, writer: _commit.Writer, chunks: Sequence[Chunk]) -> None:
-        """Refuse a chunk that no store within the limits could hold; move pending tensors to disk if they fill a shard."""
+        """Refuse what no store could hold; write pending tensors that fill a shard."""
         limit = self.config.max_disk_bytes
         if limit:
             for chunk in chunks:
                 smallest = _limits.disk_estimate(self.config, writer.index_bytes, 1, chunk.nbytes)
                 if smallest > limit:
                     raise ValueError(
-                        f"keys and values of {chunk.n_tokens} tokens take a store of {smallest} bytes, more than "
-                        f"max_disk_bytes={limit}; put fewer tokens at a time or raise the limit"
+                        f"keys and values of {chunk.n_tokens} tokens take a store of {smallest} "
+                        f"bytes, more than max_disk_bytes={limit}; put fewer tokens at a time "
+                        "or raise the limit"
                     )
         if not chunks or writer.room_for(chunks[0].nbytes, self.config):
             return
@@ -201,8 +203,8 @@ class Store(Reader):
     def evict(self, target_entries: int) -> int:
         """Evict entries until no more than `target_entries` are left; committed on return.
 
-        What goes first has the lowest `importance * (1 + log(1 + access_count))`, ties by older timestamp,
-        then by smaller id.
+        What goes first has the lowest `importance * (1 + log(1 + access_count))`, ties by older
+        timestamp, then by smaller id.
 
         Returns
         -------
@@ -285,8 +287,8 @@ class Store(Reader):
         Raises
         ------
         StoreFullError
-            If there is no space. The last commit stands and what was put stays in memory: free space and
-            flush again.
+            If there is no space. The last commit stands and what was put stays in memory: free
+            space and flush again.
         StoreIOError
             If a write or a sync failed.
         """
@@ -295,10 +297,9 @@ class Store(Reader):
             self._flush(writer)
             victims = writer.due(self.config)
             if victims is not None:
-                try:
+                # Only tidying up: on a full disk it is tried again when more has gathered.
+                with contextlib.suppress(StoreFullError):
                     self._compact(writer, victims)
-                except StoreFullError:
-                    pass  # only tidying up: tried again when more has gathered
 
     def _flush(self, writer: _commit.Writer) -> None:
         self._keep_limits()
@@ -375,7 +376,8 @@ class Store(Reader):
             )
         if self._forked:
             raise ReadOnlyError(
-                f"{self.path} was opened for writing before this process was forked: only the parent may write"
+                f"{self.path} was opened for writing before this process was forked: "
+                "only the parent may write"
             )
         return self._writer
 
