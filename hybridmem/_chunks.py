@@ -22,11 +22,13 @@ class Chunk(NamedTuple):
     nbytes: int
     n_tokens: int
     signature: npt.NDArray[np.uint8]
+    padding: int
 
 
 def prepare(
     codec: Codec,
     signatures: Signatures,
+    layer: int,
     width: int,
     keys: Any,
     values: Any,
@@ -57,7 +59,7 @@ def prepare(
                 f"got {list(indexed.shape)} for {list(k.shape)}"
             )
     nbytes = sum(memoryview(tensor.data).nbytes for tensor in tensors)
-    return Chunk(tensors, nbytes, len(k), signatures.of_entry(indexed))
+    return Chunk(tensors, nbytes, len(k), *signatures.of_entry(layer, indexed))
 
 
 def pairs(entries: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:

@@ -16,9 +16,9 @@ import numpy as np
 
 from hybridmem import _fileio
 from hybridmem._codec import Tensor
-from hybridmem._entries import ENTRIES_NAME, EntryTable, Rows, dead_ranges
+from hybridmem._entries import ENTRIES_NAME, Bytes, EntryTable, Rows, dead_ranges
 from hybridmem._fileio import Buffer, Directory, UnknownOutcomeError
-from hybridmem._format import extend_checksums, shard_name, shard_number
+from hybridmem._format import HEAD_BYTES, extend_checksums, shard_name, shard_number
 from hybridmem._manifest import INDEX_NAME, Manifest, ShardInfo, read_manifest
 from hybridmem._shards import MAX_SHARD_ENTRIES, ShardPool, check_files, write_shard
 from hybridmem.config import Config
@@ -128,6 +128,7 @@ class Writer:
         self.pending: dict[int, list[Tensor]] = {}
         self.pending_bytes = 0
         self.next_entry_id = manifest.next_entry_id
+        self.calibration = manifest.calibration
         self.accessed: set[int] = set()
         self.failure: BaseException | None = None
         self._directory = directory
@@ -194,7 +195,12 @@ class Writer:
         table = self.table
         n_before = table.n_committed
         new_rows = n_before + np.flatnonzero(table.alive[n_before : table.n_rows])
-        is_commit = len(new_rows) > 0 or self._marked or config != self.manifest.config
+        is_commit = (
+            len(new_rows) > 0
+            or self._marked
+            or config != self.manifest.config
+            or self.calibration != self.manifest.calibration
+        )
         if not is_commit and self.next_entry_id == self.manifest.next_entry_id:
             self._write_access_counts()
             return False
@@ -255,14 +261,23 @@ class Writer:
             raise
         self._settle(manifest, dead)
 
-    def compact(self, victims: Collection[int]) -> None:
-        """Commit a generation without dead records.
+    def compact(
+        self, victims: Collection[int], signed: dict[int, tuple[Bytes, int]] | None = None
+    ) -> None:
+        """Commit a generation without dead records. Everything must have been flushed.
 
-        The live entries of some shards are moved to new ones. Everything must have been flushed.
+        Parameters
+        ----------
+        victims : collection of int
+            Shards whose live entries are moved to new ones.
+        signed : dict of int to (signature, padding), optional
+            New signatures of some entries, by id.
         """
         self._check()
         rows = self.table.alive_rows()
         table = self.table.compacted(rows)
+        for entry_id, (_, padding) in (signed or {}).items():
+            table.columns["padding"][table.find(entry_id)] = padding
         written: list[ShardInfo] = []
         name = ""
         try:
@@ -279,7 +294,7 @@ class Writer:
             )
             name = manifest.entries_name
             crcs: list[int] = []
-            self._directory.write_file(name, self._all_records(table, rows, crcs))
+            self._directory.write_file(name, self._all_records(table, rows, signed or {}, crcs))
             self._directory.sync()
             manifest = manifest.replace(entries_crc=tuple(crcs))
             self._commit(manifest)
@@ -375,6 +390,7 @@ class Writer:
             generation=self.manifest.generation + 1,
             next_entry_id=self.next_entry_id,
             next_shard=self._next_shard,
+            calibration=self.calibration,
             **changes,
         )
 
@@ -445,13 +461,20 @@ class Writer:
             entry_id = int(table.columns["entry_id"][row])
             yield entry_id, self._pool.load(int(table.columns["shard_idx"][row]), entry_id)
 
-    def _all_records(self, table: EntryTable, rows: Rows, crcs: list[int]) -> Iterator[Buffer]:
-        """Yield the records of a compacted table; signatures are those of `rows` of this one."""
+    def _all_records(
+        self, table: EntryTable, rows: Rows, signed: dict[int, tuple[Bytes, int]], crcs: list[int]
+    ) -> Iterator[Buffer]:
+        """Yield the records of a compacted table, made of `rows` of this one."""
         for start in range(0, len(rows), _PIECE_RECORDS):
             part = rows[start : start + _PIECE_RECORDS]
             records = self.table.records(part)
             fields = records.view(self.table.dtype)[:, 0]
-            fields["shard_idx"] = table.columns["shard_idx"][start : start + len(part)]
+            for name in ("shard_idx", "padding"):
+                fields[name] = table.columns[name][start : start + len(part)]
+            if signed:
+                for at, entry_id in enumerate(fields["entry_id"].tolist()):
+                    if entry_id in signed:
+                        records[at, HEAD_BYTES:] = signed[entry_id][0]
             crcs[:] = extend_checksums(crcs, start, records)
             yield memoryview(records).cast("B")
 

@@ -240,6 +240,10 @@ class IndexView:
         self._blocks = blocks
         self._places = places
 
+    def __len__(self) -> int:
+        """Places of the view, dead ones included."""
+        return self._places
+
     def parts(self) -> list[tuple[_Block, int]]:
         """Each block with the number of its places that belong to this view."""
         capacity = self._layout.capacity

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import re
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from hybridmem._fileio import Directory
 from hybridmem._format import (
@@ -17,7 +21,7 @@ from hybridmem._format import (
 from hybridmem.config import Config
 from hybridmem.errors import CorruptStoreError, StoreNotFoundError, VersionError
 
-__all__ = ["INDEX_NAME", "Manifest", "ShardInfo", "read_manifest"]
+__all__ = ["INDEX_NAME", "Calibration", "Manifest", "ShardInfo", "read_manifest"]
 
 INDEX_NAME = "index.json"
 _U32, _U64 = 1 << 32, 1 << 64
@@ -40,6 +44,31 @@ class ShardInfo:
     entries: int
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Calibration:
+    """What the keys and queries of a layer are centred by, as it stands in index.json.
+
+    Attributes
+    ----------
+    mean_key, mean_query : str
+        Base64 of `embed_dim` little-endian float32; an empty `mean_query` centres no query.
+    """
+
+    layer_idx: int
+    mean_key: str
+    mean_query: str = ""
+
+    @staticmethod
+    def pack(mean: npt.NDArray[np.float32]) -> str:
+        """Return the text of a mean."""
+        return base64.b64encode(mean.astype("<f4").tobytes()).decode("ascii")
+
+    @staticmethod
+    def unpack(text: str) -> npt.NDArray[np.float32]:
+        """Return the mean of a text."""
+        return np.frombuffer(base64.b64decode(text, validate=True), "<f4").astype(np.float32)
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     """What one generation of a store consists of.
@@ -58,6 +87,8 @@ class Manifest:
         By ascending number.
     dead : tuple of (int, int)
         First and last record of each run of dead records, ascending.
+    calibration : tuple of Calibration
+        By ascending layer; layers that are not named are not centred.
     """
 
     config: Config
@@ -69,6 +100,7 @@ class Manifest:
     entries_crc: tuple[int, ...] = ()
     shards: tuple[ShardInfo, ...] = ()
     dead: tuple[tuple[int, int], ...] = ()
+    calibration: tuple[Calibration, ...] = ()
 
     def replace(self, **changes: Any) -> Manifest:
         """Return a copy with some fields changed."""
@@ -95,6 +127,7 @@ class Manifest:
                 "entries_crc32c": self.entries_crc,
                 "shards": [dataclasses.astuple(shard) for shard in self.shards],
                 "dead": self.dead,
+                "calibration": [dataclasses.astuple(layer) for layer in self.calibration],
             }
         )
 
@@ -104,7 +137,7 @@ class Manifest:
         fields = decode_json(data)
         expected = {
             "format", "format_version", "store_id", "generation", "config", "quantization",
-            "next_entry_id", "next_shard", "n_entries", "entries_crc32c", "shards", "dead",
+            "next_entry_id", "next_shard", "n_entries", "entries_crc32c", "shards", "dead", "calibration",
         }  # fmt: skip
         if fields.keys() != expected:
             raise ValueError(f"its members are {sorted(fields)}, wanted {sorted(expected)}")
@@ -129,6 +162,7 @@ class Manifest:
             entries_crc=_checksums(fields["entries_crc32c"], n_records),
             shards=_shards(fields["shards"], next_shard),
             dead=_ranges(fields["dead"], n_records),
+            calibration=_calibration(fields["calibration"], config.embed_dim),
         )
 
 
@@ -221,3 +255,22 @@ def _ranges(value: object, n_records: int) -> tuple[tuple[int, int], ...]:
         ranges.append((first, last))
         low = last + 1
     return tuple(ranges)
+
+
+def _calibration(value: object, embed_dim: int) -> tuple[Calibration, ...]:
+    layers = []
+    low = 0
+    for item in _list("calibration", value):
+        if not isinstance(item, list) or len(item) != 3:
+            raise ValueError("its calibration is not lists of layer, mean key and mean query")
+        layer, *texts = item
+        for text in texts:
+            if not isinstance(text, str):
+                raise ValueError("a mean of its calibration is no text")
+            if text or text is texts[0]:
+                mean = Calibration.unpack(text)
+                if mean.shape != (embed_dim,) or not np.isfinite(mean).all():
+                    raise ValueError(f"a mean of its calibration is not {embed_dim} finite numbers")
+        layers.append(Calibration(_integer("calibrated layer", layer, low, _U32 - 1), *texts))
+        low = layers[-1].layer_idx + 1
+    return tuple(layers)

@@ -17,6 +17,7 @@ from hybridmem._codec import Codec, Tensor
 from hybridmem._entries import EntryTable
 from hybridmem._fileio import Directory
 from hybridmem._manifest import Manifest
+from hybridmem._ranking import Ranking, key_scores, spread
 from hybridmem._shards import ShardPool
 from hybridmem._signatures import Signatures
 from hybridmem.errors import StoreClosedError
@@ -24,6 +25,7 @@ from hybridmem.results import Entry, Hit, Stats
 
 __all__ = ["Reader"]
 
+Floats = npt.NDArray[np.float32]
 Self = TypeVar("Self", bound="Reader")
 _ENTRY_FIELDS = ("entry_id", "layer_idx", "n_tokens", "importance", "timestamp", "access_count")
 
@@ -67,13 +69,26 @@ class Reader:
         self._manifest = manifest
         self._table = table
         self._signatures.clear()
+        self._signatures.calibrate(manifest.calibration)
         self._pool.max_open = self.config.max_open_shards
         self._pool.retarget(manifest.shards)
 
     # -- finding ----------------------------------------------------------------------------------
 
     def query(
-        self, query: Any, layer_idx: int, top_k: int = 5, *, entry_ids: Any = None
+        self,
+        query: Any,
+        layer_idx: int,
+        top_k: int = 5,
+        *,
+        entry_ids: Any = None,
+        order: str | None = None,
+        rerank: str | None = None,
+        candidates: int | None = None,
+        rerank_query: Any = None,
+        n_heads: int | None = None,
+        max_run: int | None = None,
+        newest: int | None = None,
     ) -> list[Hit]:
         """Find the entries of a layer whose signatures are most similar to the query's.
 
@@ -86,6 +101,23 @@ class Reader:
         top_k : int, default 5
         entry_ids : array_like of int, optional
             Search only among these; ids that are not in the layer, or no longer, are passed over.
+        order : {"hamming", "norm"}, default "hamming"
+            What the signatures are ranked by. "norm" multiplies the cosine that the similarity
+            stands for by the norm of the entry's centred mean key, which ranks by the dot product; it
+            needs a calibrated layer and one signature an entry.
+        rerank : {"pooled", "tokens", "late"}, optional
+            Let the keys decide among the candidates: by the dot product of the means, by the share
+            of attention, or by late interaction.
+        candidates : int, optional
+            Entries that are looked at for `rerank`; 4 * top_k by default.
+        rerank_query : array_like, optional
+            The query in the space of the stored keys, where the entries were indexed by others.
+        n_heads : int, default 1
+            Heads that are scored separately by `rerank`.
+        max_run : int, optional
+            Most hits that were put one after the other in their layer.
+        newest : int, default 0
+            Entries put last that are in the result whatever their similarity.
 
         Returns
         -------
@@ -100,11 +132,21 @@ class Reader:
             If the writer has removed a shard of this reader's snapshot: `refresh` and ask again.
         """
         self._check_open()
-        signed = self._signed(query, "query")
-        return self._find([signed], layer_idx, top_k, entry_ids)[0]
+        rows = self._rows(query, "query")
+        exact = [None if rerank_query is None else self._rows(rerank_query, "rerank_query")]
+        return self._find(
+            [rows], layer_idx, top_k, entry_ids, exact, order=order, rerank=rerank,
+            candidates=candidates, n_heads=n_heads, max_run=max_run, newest=newest,
+        )[0]  # fmt: skip
 
     def query_many(
-        self, queries: Any, layer_idx: int, top_k: int = 5, *, entry_ids: Any = None
+        self,
+        queries: Any,
+        layer_idx: int,
+        top_k: int = 5,
+        *,
+        entry_ids: Any = None,
+        **options: Any,
     ) -> list[list[Hit]]:
         """Answer several queries of one layer in one pass over its signatures.
 
@@ -114,6 +156,8 @@ class Reader:
             A matrix is m queries; a list holds one array, as for `query`, for each.
         layer_idx, top_k, entry_ids
             As for `query`.
+        **options
+            Options of `query` that hold for all queries; `rerank_query` is a list of one each.
 
         Returns
         -------
@@ -122,47 +166,94 @@ class Reader:
         """
         self._check_open()
         if isinstance(queries, (list, tuple)):
-            signed = [self._signed(one, f"query {at}") for at, one in enumerate(queries)]
+            rows = [self._rows(one, f"query {at}") for at, one in enumerate(queries)]
         else:
-            rows = _arrays.matrix(queries, "queries", self.config.embed_dim)
-            signed = [self._signatures.of_query(row[None]) for row in rows]
-        return self._find(signed, layer_idx, top_k, entry_ids)
+            matrix = _arrays.matrix(queries, "queries", self.config.embed_dim)
+            rows = [row[None] for row in matrix]
+        exact: list[Floats | None] = [None] * len(rows)
+        if (given := options.pop("rerank_query", None)) is not None:
+            if len(given) != len(rows):
+                raise ValueError(f"rerank_query: got {len(given)} for {len(rows)} queries")
+            exact = [self._rows(one, f"rerank_query {at}") for at, one in enumerate(given)]
+        return self._find(rows, layer_idx, top_k, entry_ids, exact, **options)
 
-    def _signed(self, query: Any, name: str) -> npt.NDArray[np.uint8]:
-        return self._signatures.of_query(
-            _arrays.matrix(query, name, self.config.embed_dim, vector_ok=True)
-        )
+    def _rows(self, query: Any, name: str) -> Floats:
+        return _arrays.matrix(query, name, self.config.embed_dim, vector_ok=True)
 
     def _find(
-        self, signed: Sequence[npt.NDArray[np.uint8]], layer_idx: int, top_k: int, entry_ids: Any
+        self,
+        queries: Sequence[Floats],
+        layer_idx: int,
+        top_k: int,
+        entry_ids: Any,
+        exact: Sequence[Floats | None],
+        **options: Any,
     ) -> list[list[Hit]]:
         layer = _arrays.layer_index(layer_idx)
         k = _arrays.count(top_k, "top_k", 1)
         among = None if entry_ids is None else _ids(entry_ids)
+        ranking = Ranking.checked(k, self.config.embed_dim, **options)
+        signatures = self._signatures
         with self._lock:
             self._check_open()
-            view, removals = self._signatures.view(layer, self._table), self._signatures.removals
-        found = view.search(signed, k, among)
+            signatures.check_order(layer, ranking.order)
+            view, removals = signatures.view(layer, self._table), signatures.removals
+            signed = [signatures.of_query(layer, rows) for rows in queries]
+        depth = len(view) if ranking.scans_all else ranking.depth(k)
+        found = view.search(signed, depth, among) if depth else []
         with self._lock:
             self._check_open()
-            # An entry may have gone meanwhile: ask undisturbed.
-            if removals != self._signatures.removals:
-                found = self._signatures.view(layer, self._table).search(signed, k, among)
-            score = self._signatures.spec.score
-            results = [
-                [
-                    Hit(
-                        score=score(int(distance), len(query)),
-                        **self._fields(self._row(int(entry_id))),
-                    )
-                    for entry_id, distance in zip(*one, strict=True)
-                ]
-                for query, one in zip(signed, found, strict=True)
-            ]
-            self._queries += len(results)
+            if removals != signatures.removals:  # an entry may have gone meanwhile: ask undisturbed
+                view = signatures.view(layer, self._table)
+                found = view.search(signed, depth, among)
+            results = []
+            for at, (ids, distances) in enumerate(found):
+                if ranking.order == "norm":
+                    ids, distances = signatures.by_norm(self._table, ids, distances)
+                distance = dict(zip(ids.tolist(), distances.tolist(), strict=True))
+                chosen = list(distance)
+                if not ranking.is_plain:
+                    rows = exact[at]
+                    chosen = self._reranked(layer, chosen, queries[at] if rows is None else rows, k, ranking)
+                score = signatures.spec.score
+                results.append(
+                    [
+                        Hit(
+                            score=score(distance[entry_id], len(signed[at])),
+                            **self._fields(self._row(entry_id)),
+                        )
+                        for entry_id in chosen[:k]
+                    ]
+                )
+            self._queries += len(queries)
             self._hits += sum(len(hits) for hits in results)
             self._accessed(results)
-            return results
+            return results or [[] for _ in queries]
+
+    def _reranked(
+        self, layer: int, ids: list[int], query: Floats, top_k: int, ranking: Ranking
+    ) -> list[int]:
+        """Apply what follows the search by signatures to the ids it found."""
+        if ranking.rerank is not None and ids:
+            looked_at = ids[: ranking.depth(top_k)]
+            if ranking.rerank == "late":
+                query = self._signatures.centred_query(layer, query)
+            keys = [self._keys(self._row(entry_id)) for entry_id in looked_at]
+            scores = key_scores(ranking.rerank, query, keys, ranking.n_heads)
+            order = np.lexsort((looked_at, -scores))
+            ids = [looked_at[at] for at in order.tolist()]
+        if not ranking.max_run and not ranking.newest:
+            return ids
+        layer_ids = self._table.column("entry_id")[self._table.alive_rows(layer)]
+        allowed = set(ids)
+        newest = [one for one in reversed(layer_ids.tolist()) if one in allowed][: ranking.newest]
+        return spread(
+            ids, top_k, ranking, lambda entry_id: int(np.searchsorted(layer_ids, entry_id)), newest
+        )
+
+    def _keys(self, row: int) -> Floats:
+        keys: Floats = self._fields(row)["keys"]
+        return keys
 
     def get(self, entry_id: int) -> Entry:
         """Return an entry. This is no access.
@@ -239,6 +330,13 @@ class Reader:
     def store_id(self) -> str:
         """32 hexadecimal digits that tell this store from all others."""
         return self._manifest.store_id
+
+    @property
+    def calibration(self) -> dict[int, tuple[Floats, Floats | None]]:
+        """Mean key and mean query (or None) of the layers that are calibrated."""
+        with self._lock:
+            self._check_open()
+            return dict(self._signatures.centres)
 
     def stats(self) -> Stats:
         """Return counts and sizes of this moment."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import numpy.typing as npt
 
 from hybridmem._entries import EntryTable
 from hybridmem._index import IndexView, LayerIndex
+from hybridmem._manifest import Calibration
 from hybridmem.config import Config
-from hybridmem.hdc import sign_entry, sign_query
+from hybridmem.hdc import centred, mean_pool, sign_entry, sign_query
 
 __all__ = ["Signatures"]
 
@@ -24,6 +27,8 @@ class Signatures:
 
     Attributes
     ----------
+    centres : dict of int to (array, array or None)
+        Mean key and mean query of the layers that are centred.
     removals : int
         Counts removals: a search that began before one must be asked again.
     """
@@ -31,16 +36,64 @@ class Signatures:
     def __init__(self, config: Config) -> None:
         self.spec = config.signature
         self.removals = 0
+        self.centres: dict[int, tuple[Floats, Floats | None]] = {}
         self._projector = self.spec.projector(config.embed_dim, config.seed)
         self._layers: dict[int, LayerIndex] = {}
 
-    def of_entry(self, keys: Floats) -> Bytes:
-        """Return the signature of a record, uint8 [hdc_dim/8]."""
-        return sign_entry(self._projector, self.spec, keys)
+    def calibrate(self, layers: Iterable[Calibration]) -> None:
+        """Centre keys and queries of these layers from now on, and no others."""
+        self.centres = {
+            layer.layer_idx: (
+                Calibration.unpack(layer.mean_key),
+                Calibration.unpack(layer.mean_query) if layer.mean_query else None,
+            )
+            for layer in layers
+        }
 
-    def of_query(self, rows: Floats) -> Bytes:
+    def of_entry(self, layer: int, keys: Floats) -> tuple[Bytes, int]:
+        """Return the signature of a record, uint8 [hdc_dim/8], and its padding.
+
+        The padding holds the float32 bits of the norm of the centred mean key, where a layer is
+        centred and its entries have one signature each.
+        """
+        centre, _ = self.centres.get(layer, (None, None))
+        signature = sign_entry(self._projector, self.spec, keys, centre)
+        if centre is None or not self.spec.pooled:
+            return signature, 0
+        norm = np.float32(np.linalg.norm(centred(mean_pool(keys), centre, "keys").astype(np.float64)))
+        return signature, int(norm.view(np.uint32))
+
+    def of_query(self, layer: int, rows: Floats) -> Bytes:
         """Return the signatures of a query, uint8 [n, bits/8]."""
-        return sign_query(self._projector, self.spec, rows)
+        _, centre = self.centres.get(layer, (None, None))
+        return sign_query(self._projector, self.spec, rows, centre)
+
+    def centred_query(self, layer: int, rows: Floats) -> Floats:
+        """Return a query less the layer's mean query."""
+        _, centre = self.centres.get(layer, (None, None))
+        return centred(rows, centre, "query")
+
+    def check_order(self, layer: int, order: str) -> None:
+        """Refuse an order that the records of a layer do not serve."""
+        if order == "norm" and (layer not in self.centres or not self.spec.pooled):
+            raise ValueError(
+                f'order="norm" needs one signature an entry and norms, which layer {layer} has once '
+                "it is calibrated; call calibrate first"
+            )
+
+    def by_norm(
+        self, table: EntryTable, ids: npt.NDArray[np.uint64], distances: npt.NDArray[np.uint32]
+    ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint32]]:
+        """Order entries by the norm of their centred mean key times a cosine.
+
+        It is the cosine that the distance stands for: sign bits of a random projection differ with
+        probability angle / pi (M. Charikar, STOC 2002).
+        """
+        rows = np.searchsorted(table.column("entry_id"), ids)
+        norms = np.nan_to_num(table.columns["padding"][rows].view(np.float32).astype(np.float64))
+        estimates = norms * np.cos(np.pi * distances / self.spec.bits)
+        order = np.lexsort((ids, -estimates))
+        return ids[order], distances[order]
 
     def view(self, layer: int, table: EntryTable) -> IndexView:
         """Return the live entries of a layer, to be searched without the store's lock."""

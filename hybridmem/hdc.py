@@ -28,6 +28,7 @@ __all__ = [
     "DEFAULT_SEED",
     "Projector",
     "SignatureSpec",
+    "centred",
     "mean_pool",
     "sign_entry",
     "sign_query",
@@ -317,7 +318,10 @@ class SignatureSpec:
 
 
 def sign_entry(
-    projector: Projector, spec: SignatureSpec, keys: NDArray[np.float32]
+    projector: Projector,
+    spec: SignatureSpec,
+    keys: NDArray[np.float32],
+    centre: NDArray[np.float32] | None = None,
 ) -> NDArray[np.uint8]:
     """Signature field of an entry's record.
 
@@ -328,6 +332,8 @@ def sign_entry(
     spec : SignatureSpec
     keys : ndarray of float32, [n_tokens >= 1, embed_dim]
         C-contiguous and finite.
+    centre : ndarray of float32, [embed_dim], optional
+        Subtracted from each mean before it is projected.
 
     Returns
     -------
@@ -336,20 +342,23 @@ def sign_entry(
     _agree(projector, spec)
     _trusted(keys, projector.embed_dim, "keys")
     if spec.pooled:
-        return projector.project_rows(mean_pool(keys)).reshape(-1)
+        return projector.project_rows(centred(mean_pool(keys), centre, "keys")).reshape(-1)
     runs = keys[: spec.slots * spec.signature_tokens]
     if spec.signature_tokens > 1:
         runs = mean_pool(runs, spec.signature_tokens)
     out = np.zeros(spec.record_bytes, np.uint8)
-    signed = projector.project_rows(runs)
+    signed = projector.project_rows(centred(runs, centre, "keys"))
     out[: signed.size] = signed.reshape(-1)
     return out
 
 
 def sign_query(
-    projector: Projector, spec: SignatureSpec, query: NDArray[np.float32]
+    projector: Projector,
+    spec: SignatureSpec,
+    query: NDArray[np.float32],
+    centre: NDArray[np.float32] | None = None,
 ) -> NDArray[np.uint8]:
-    """Signatures of a query, [n_tokens, embed_dim] C-contiguous and finite.
+    """Signatures of a query, [n_tokens, embed_dim] C-contiguous and finite, centred like the keys.
 
     Returns
     -------
@@ -359,7 +368,20 @@ def sign_query(
     _agree(projector, spec)
     _trusted(query, projector.embed_dim, "query")
     rows = mean_pool(query) if spec.pooled else query
-    return projector.project_rows(rows)
+    return projector.project_rows(centred(rows, centre, "query"))
+
+
+def centred(
+    rows: NDArray[np.float32], centre: NDArray[np.float32] | None, name: str
+) -> NDArray[np.float32]:
+    """Rows less a centre, in float32; ValueError where that is too large for it."""
+    if centre is None:
+        return rows
+    with np.errstate(over="ignore"):
+        moved = rows - centre
+    if not _kernels.all_finite(moved):
+        raise ValueError(f"{name}: too far from the layer's mean for float32")
+    return moved
 
 
 def _agree(projector: Projector, spec: SignatureSpec) -> None:

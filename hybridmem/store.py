@@ -8,18 +8,26 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
+
 from hybridmem import _arrays, _chunks, _commit, _limits
 from hybridmem._chunks import Chunk
 from hybridmem._codec import Tensor
+from hybridmem._entries import Bytes
 from hybridmem._eviction import EvictionQueue, lowest_rows
 from hybridmem._fileio import Directory
-from hybridmem._reading import Reader
+from hybridmem._manifest import Calibration
+from hybridmem._reading import Floats, Reader
+from hybridmem._signatures import Signatures
 from hybridmem.errors import ReadOnlyError, StoreFullError, StoreIOError
+from hybridmem.hdc import mean_pool
 from hybridmem.results import Hit
 
 __all__ = ["Store"]
 
 _MAX_ACCESS = (1 << 32) - 1
+#: Tokens whose mean a layer is centred by where none is given.
+_CALIBRATION_TOKENS = 4096
 
 
 class Store(Reader):
@@ -89,7 +97,7 @@ class Store(Reader):
         self._writing()
         layer = _arrays.layer_index(layer_idx)
         weight = _arrays.importance(importance)
-        chunk = self._prepared(keys, values, index_keys)
+        chunk = self._prepared(layer, keys, values, index_keys)
         with self._lock:
             writer = self._writing()
             self._make_room(writer, [chunk])
@@ -130,7 +138,7 @@ class Store(Reader):
             else _chunks.each(index_keys, len(pairs), "index_keys")
         )
         chunks = [
-            self._prepared(keys, values, index, f"entry {at}: ")
+            self._prepared(layer, keys, values, index, f"entry {at}: ")
             for at, ((keys, values), index) in enumerate(zip(pairs, indexed, strict=True))
         ]
         with self._lock:
@@ -141,10 +149,12 @@ class Store(Reader):
                 for chunk, weight in zip(chunks, weights, strict=True)
             ]
 
-    def _prepared(self, keys: Any, values: Any, index_keys: Any, where: str = "") -> Chunk:
+    def _prepared(
+        self, layer: int, keys: Any, values: Any, index_keys: Any, where: str = ""
+    ) -> Chunk:
         width = self.config.embed_dim
         return _chunks.prepare(
-            self._codec, self._signatures, width, keys, values, index_keys, where
+            self._codec, self._signatures, layer, width, keys, values, index_keys, where
         )
 
     def _make_room(self, writer: _commit.Writer, chunks: Sequence[Chunk]) -> None:
@@ -178,12 +188,95 @@ class Store(Reader):
             n_tokens=chunk.n_tokens,
             importance=importance,
             timestamp=time.time_ns(),
+            padding=chunk.padding,
         )
         writer.add(entry_id, chunk.tensors, chunk.nbytes)
         self._signatures.add(layer, entry_id, chunk.n_tokens, chunk.signature)
         self._eviction.added(self._table, row)
         self._keep_limits(spare=entry_id)
         return entry_id
+
+    def calibrate(self, layer_idx: int, *, keys: Any = None, queries: Any = None) -> None:
+        """Centre the keys and queries of a layer from now on; committed on return.
+
+        Signatures of a layer's keys less their mean tell its entries apart better. The means are
+        kept with the store and do not change any more. Signatures that were made before are made anew
+        from the stored keys.
+
+        Parameters
+        ----------
+        layer_idx : int
+        keys : array_like of float, shape (n, embed_dim), optional
+            Keys, in the space that is indexed, to take the mean of; by default the stored keys of
+            the layer's first few thousand tokens.
+        queries : array_like of float, shape (n, embed_dim), optional
+            Queries of unrelated text to take the mean of; where there are none, queries are not
+            centred.
+
+        Raises
+        ------
+        ValueError
+            If the layer is calibrated already; if neither keys are given nor stored; or if entries
+            of the layer were put with `index_keys`, from which their signatures cannot be made anew.
+        """
+        layer = _arrays.layer_index(layer_idx)
+        width = self.config.embed_dim
+        given = [
+            None if rows is None else mean_pool(_arrays.matrix(rows, name, width, vector_ok=True))[0]
+            for name, rows in (("keys", keys), ("queries", queries))
+        ]
+        with self._lock:
+            writer = self._writing()
+            if layer in self._signatures.centres:
+                raise ValueError(f"layer {layer} is calibrated already, and its means are frozen")
+            self.flush()
+            ids = self._table.column("entry_id")[self._table.alive_rows(layer)].tolist()
+            mean_key = given[0] if given[0] is not None else self._stored_mean(layer, ids)
+            calibration = Calibration(
+                layer,
+                Calibration.pack(mean_key),
+                Calibration.pack(given[1]) if given[1] is not None else "",
+            )
+            before = writer.calibration
+            after = (*before, calibration)
+            trial = Signatures(self.config)
+            trial.calibrate(after)
+            signed = {entry_id: self._signed_anew(trial, layer, entry_id) for entry_id in ids}
+            writer.calibration = tuple(sorted(after, key=lambda one: one.layer_idx))
+            try:
+                if signed:
+                    self._compact(writer, set(), signed)
+                else:
+                    self.flush()
+            except BaseException:
+                writer.calibration = before
+                raise
+            self._signatures.clear()
+            self._signatures.calibrate(writer.calibration)
+
+    def _stored_mean(self, layer: int, ids: list[int]) -> Floats:
+        """Return the mean of the layer's first stored keys."""
+        parts: list[Floats] = []
+        for entry_id in ids:
+            if sum(map(len, parts)) >= _CALIBRATION_TOKENS:
+                break
+            parts.append(self._keys(self._row(entry_id)))
+        if not parts:
+            raise ValueError(f"keys: none are stored in layer {layer} to take the mean of; give some")
+        return mean_pool(np.concatenate(parts))[0]
+
+    def _signed_anew(self, trial: Signatures, layer: int, entry_id: int) -> tuple[Bytes, int]:
+        row = self._row(entry_id)
+        keys = np.ascontiguousarray(self._keys(row))
+        ((_, old),) = self._table.signatures(np.array([row]))
+        made = self._signatures.of_entry(layer, keys)[0]
+        # Stored keys may be rounded, which turns a few bits near zero; other keys turn many.
+        if np.unpackbits(made ^ old[0]).sum() > self.config.hdc_dim // 16:
+            raise ValueError(
+                f"entry {entry_id} of layer {layer} was put with index_keys, which are not stored: "
+                "calibrate a layer before its first entry"
+            )
+        return trial.of_entry(layer, keys)
 
     # -- removing ---------------------------------------------------------------------------------
 
@@ -250,8 +343,13 @@ class Store(Reader):
                 self._compact(writer, victims)
             return max(0, before - self._directory.total_bytes())
 
-    def _compact(self, writer: _commit.Writer, victims: set[int]) -> None:
-        writer.compact(victims)
+    def _compact(
+        self,
+        writer: _commit.Writer,
+        victims: set[int],
+        signed: dict[int, tuple[Bytes, int]] | None = None,
+    ) -> None:
+        writer.compact(victims, signed)
         self._table, self._manifest = writer.table, writer.manifest
 
     def _evict(self, writer: _commit.Writer, row: int) -> None:

@@ -1,0 +1,183 @@
+"""What may follow the search by signatures: a second stage on keys, diversity, recency."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hybridmem import _arrays
+
+__all__ = ["RERANKS", "Ranking", "key_scores", "spread"]
+
+Floats = npt.NDArray[np.float32]
+Scores = npt.NDArray[np.float64]
+
+RERANKS = ("pooled", "tokens", "late")
+_ORDERS = ("hamming", "norm")
+#: Entries that a second stage looks at, in multiples of top_k, where none are given.
+_CANDIDATES = 4
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ranking:
+    """The checked options of a query beyond layer and number.
+
+    Attributes
+    ----------
+    order : {"hamming", "norm"}
+        What the signatures are ranked by: similarity alone, or the norm of the entry's centred mean key times
+        the cosine that the similarity stands for.
+    rerank : {None, "pooled", "tokens", "late"}
+    candidates : int
+        Entries that the next stage looks at; 0 leaves it to `depth`.
+    n_heads : int
+        Heads that a row of keys is made of, each scored by itself.
+    max_run : int
+        Most entries in the result that were put one after the other; 0 is any number.
+    newest : int
+        Entries put last that are always in the result.
+    """
+
+    order: str = "hamming"
+    rerank: str | None = None
+    candidates: int = 0
+    n_heads: int = 1
+    max_run: int = 0
+    newest: int = 0
+
+    @classmethod
+    def checked(cls, top_k: int, embed_dim: int, **options: Any) -> Ranking:
+        """Validate what a caller gave; None stands for the default."""
+        given = {name: value for name, value in options.items() if value is not None}
+        order = given.get("order", "hamming")
+        if order not in _ORDERS:
+            raise ValueError(f"order: got {order!r:.60}, want one of {_ORDERS}")
+        rerank = given.get("rerank")
+        if rerank is not None and rerank not in RERANKS:
+            raise ValueError(f"rerank: got {rerank!r:.60}, want None or one of {RERANKS}")
+        for name, least in (
+            ("candidates", top_k),
+            ("n_heads", 1),
+            ("max_run", 1),
+            ("newest", 0),
+        ):
+            if name in given:
+                given[name] = _arrays.count(given[name], name, least)
+        if embed_dim % given.get("n_heads", 1):
+            raise ValueError(f"n_heads: got {given['n_heads']}, want a divisor of embed_dim={embed_dim}")
+        return cls(**given)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the order of the signatures is the result."""
+        return self.rerank is None and not self.max_run and not self.newest
+
+    @property
+    def scans_all(self) -> bool:
+        """Whether the whole order of a layer is wanted, and not its first few."""
+        return self.order == "norm" or self.max_run > 0 or self.newest > 0
+
+    def depth(self, top_k: int) -> int:
+        """Return how many entries the search by signatures is to return."""
+        if self.is_plain:
+            return top_k
+        return max(top_k, self.candidates or _CANDIDATES * top_k)
+
+
+def key_scores(rerank: str, query: Floats, keys: Sequence[Floats], n_heads: int) -> Scores:
+    """Score entries by their keys.
+
+    Parameters
+    ----------
+    rerank : {"pooled", "tokens", "late"}
+        "pooled": dot product of the mean query with the mean key. "tokens": share of the softmax
+        attention that goes to the entry's tokens, among all candidates, mean over query tokens and
+        heads. "late": mean over query tokens and heads of the largest dot product with one of the entry's tokens
+        (late interaction: O. Khattab, M. Zaharia, "ColBERT", SIGIR 2020).
+    query : float32 array, shape (m, embed_dim)
+    keys : sequence of float32 arrays, shape (n_i, embed_dim)
+    n_heads : int
+
+    Returns
+    -------
+    float64 array, one score each
+    """
+    if rerank == "pooled":
+        mean = query.mean(axis=0, dtype=np.float64)
+        return np.array([mean @ key.mean(axis=0, dtype=np.float64) for key in keys])
+    head_dim = query.shape[1] // n_heads
+    columns = [slice(head * head_dim, (head + 1) * head_dim) for head in range(n_heads)]
+    if rerank == "late":
+        return np.array(
+            [
+                np.mean([(query[:, part] @ key[:, part].T).max(axis=1) for part in columns])
+                for key in keys
+            ]
+        )
+    logits = np.stack(
+        [
+            np.stack([_log_sum_exp(query[:, part] @ key[:, part].T / math.sqrt(head_dim)) for part in columns])
+            for key in keys
+        ]
+    )  # entry, head, query token
+    logits -= logits.max(axis=0)
+    mass = np.exp(logits)
+    return (mass / mass.sum(axis=0)).mean(axis=(1, 2))
+
+
+def _log_sum_exp(logits: Floats) -> Scores:
+    wide = logits.astype(np.float64)
+    top = wide.max(axis=1, keepdims=True)
+    return (top + np.log(np.exp(wide - top).sum(axis=1, keepdims=True)))[:, 0]
+
+
+def spread(
+    ranked: Sequence[int], top_k: int, ranking: Ranking, position: Callable[[int], int], newest: Sequence[int]
+) -> list[int]:
+    """Choose `top_k` of the ranked entries, so that no run of neighbours is too long and the newest are in.
+
+    Parameters
+    ----------
+    ranked : sequence of int
+        Entry ids, best first.
+    position : callable
+        The place of an entry in the order of its layer.
+    newest : sequence of int
+        Entry ids that are always chosen.
+    """
+    fixed = set(newest[:top_k])
+    chosen: list[int] = []
+    places: set[int] = {position(entry_id) for entry_id in fixed} if ranking.max_run else set()
+    room = top_k - len(fixed)
+    for entry_id in ranked:
+        if len(chosen) == top_k:
+            break
+        if entry_id in fixed:
+            chosen.append(entry_id)
+            continue
+        if room == 0:
+            continue
+        if ranking.max_run:
+            at = position(entry_id)
+            if _run_length(places, at) > ranking.max_run:
+                continue
+            places.add(at)
+        chosen.append(entry_id)
+        room -= 1
+    return chosen
+
+
+def _run_length(places: set[int], at: int) -> int:
+    """Return the length of the run of chosen places that `at` would be part of."""
+    low = at
+    while low - 1 in places:
+        low -= 1
+    high = at
+    while high + 1 in places:
+        high += 1
+    return high - low + 1
