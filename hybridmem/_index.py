@@ -1,8 +1,9 @@
 """The signatures of one layer in memory, and exact search over them.
 
-Signatures lie in append-only blocks of a fixed size, so that growing never copies and a view taken
-earlier stays valid while entries are added. Nothing here locks: the store lets one thread at a time
-call extend, remove and view; views may be searched by any thread at any time.
+Signatures lie in append-only blocks, so that growing never copies and a view taken earlier stays
+valid while entries are added. A block that lost a quarter of its entries is replaced by a smaller
+one; views keep the old. Nothing here locks: the store lets one thread at a time call extend, remove
+and view; views may be searched by any thread at any time.
 """
 
 from __future__ import annotations
@@ -26,7 +27,13 @@ _U64 = NDArray[np.uint64]
 _I64 = NDArray[np.int64]
 _Unsigned = TypeVar("_Unsigned", np.uint8, np.uint32, np.uint64)
 
-BLOCK_BYTES = 1 << 21
+# Each block is as large as all before it together, within these limits: an index of a few entries
+# stays small, a large one is scanned in few pieces that lie in huge pages (scans of 2 MB blocks in
+# 4 KB pages took up to 1.5 times as long).
+FIRST_BLOCK_BYTES = 1 << 18
+BLOCK_BYTES = 1 << 24
+
+HUGE_PAGE = 1 << 21
 
 LANES = 64  # sub-signatures whose bytes lie side by side, as the kernels want them
 
@@ -38,10 +45,11 @@ _MAX_DISTANCE = 2**32 - 2  # 2**32 - 1 marks an empty place
 
 
 def _aligned(shape: tuple[int, ...]) -> _U8:
-    """Uninitialised bytes on a cache-line boundary."""
+    """Uninitialised bytes on a cache line, or on a huge page where numpy asks for these."""
     size = int(np.prod(shape, dtype=object))
-    raw = np.empty(size + 64, np.uint8)
-    start = -raw.ctypes.data % 64
+    boundary = HUGE_PAGE if size >= 2 * HUGE_PAGE else 64
+    raw = np.empty(size + boundary, np.uint8)
+    start = -raw.ctypes.data % boundary
     return raw[start : start + size].reshape(shape)
 
 
@@ -67,13 +75,16 @@ class _Layout:
             self.lanes = 1 << (slots - 1).bit_length()
         else:
             self.lanes = -(-slots // LANES) * LANES
-        entry_bytes = spec.record_bytes if spec.pooled else self.lanes * self.sub_bytes
-        self.capacity = max(LANES, BLOCK_BYTES // entry_bytes // LANES * LANES)
+        self.entry_bytes = spec.record_bytes if spec.pooled else self.lanes * self.sub_bytes
 
-    def allocate(self) -> _U8:
+    def capacity(self, nbytes: int) -> int:
+        """Entries of a block of about so many bytes."""
+        return max(LANES, nbytes // self.entry_bytes // LANES * LANES)
+
+    def allocate(self, capacity: int) -> _U8:
         if self.spec.pooled:
-            return _aligned((self.capacity, self.sub_bytes))
-        return _aligned((self.capacity * self.lanes // LANES, self.sub_bytes, LANES))
+            return _aligned((capacity, self.sub_bytes))
+        return _aligned((capacity * self.lanes // LANES, self.sub_bytes, LANES))
 
     def used(self, n_tokens: _U32) -> _U32:
         """Lanes in use of entries of so many tokens."""
@@ -85,7 +96,7 @@ class _Layout:
     def entries(self, data: _U8) -> NDArray[Any]:
         """A block's data with one index (pooled, own groups) or two (shared groups) per entry."""
         if self.spec.pooled or self.lanes >= LANES:
-            return data.reshape(self.capacity, -1)
+            return data.reshape(-1, self.entry_bytes)
         shared = LANES // self.lanes
         return data.reshape(-1, self.sub_bytes, shared, self.lanes)
 
@@ -102,15 +113,28 @@ class _Layout:
 
 
 class _Block:
-    """A fixed number of places; only places below the owner's count are filled."""
+    """Places for entries in ascending order of id. Filled places do not change, but for `alive`."""
 
-    __slots__ = ("alive", "data", "ids", "used")
+    __slots__ = ("alive", "capacity", "data", "dead", "filled", "ids", "used")
 
-    def __init__(self, layout: _Layout) -> None:
-        self.data = layout.allocate()
-        self.ids: _U64 = np.zeros(layout.capacity, np.uint64)
-        self.alive: _U8 = np.zeros(layout.capacity, np.uint8)
-        self.used: _U32 = np.zeros(layout.capacity, np.uint32)
+    def __init__(self, layout: _Layout, capacity: int) -> None:
+        self.capacity = capacity
+        self.filled = 0
+        self.dead = 0
+        self.data = layout.allocate(capacity)
+        self.ids: _U64 = np.zeros(capacity, np.uint64)
+        self.alive: _U8 = np.zeros(capacity, np.uint8)
+        self.used: _U32 = np.zeros(capacity, np.uint32)
+
+    def take(self, layout: _Layout, other: _Block) -> None:
+        """Append the live entries of another block."""
+        rows = np.flatnonzero(other.alive[: other.filled]).astype(np.int64)
+        place = slice(self.filled, self.filled + len(rows))
+        layout.move(other.data, rows, self.data, self.filled)
+        self.ids[place] = other.ids[rows]
+        self.used[place] = other.used[rows]
+        self.alive[place] = 1
+        self.filled += len(rows)
 
 
 class LayerIndex:
@@ -126,7 +150,6 @@ class LayerIndex:
         self.spec = spec
         self._layout = _Layout(spec)
         self._blocks: tuple[_Block, ...] = ()
-        self._places = 0  # filled, dead ones included
         self._live = 0
         self._last_id = -1
 
@@ -164,26 +187,29 @@ class LayerIndex:
         used = self._layout.used(tokens)
         done = 0
         while done < n:
-            at = self._places % self._layout.capacity
-            if at == 0:
-                self._blocks = (*self._blocks, _Block(self._layout))
-            part = slice(done, done + min(n - done, self._layout.capacity - at))
-            self._fill(self._blocks[-1], at, new_ids[part], used[part], records[part])
+            if not self._blocks or self._blocks[-1].filled == self._blocks[-1].capacity:
+                self._blocks = (*self._blocks, _Block(self._layout, self._next_capacity()))
+            block = self._blocks[-1]
+            part = slice(done, done + min(n - done, block.capacity - block.filled))
+            self._fill(block, new_ids[part], used[part], records[part])
             done = part.stop
         self._last_id = int(new_ids[-1])
 
-    def _fill(self, block: _Block, at: int, ids: _U64, used: _U32, records: _U8) -> None:
-        count = len(ids)
-        place = slice(at, at + count)
+    def _next_capacity(self) -> int:
+        held = sum(block.capacity for block in self._blocks) * self._layout.entry_bytes
+        return self._layout.capacity(min(max(held, FIRST_BLOCK_BYTES), BLOCK_BYTES))
+
+    def _fill(self, block: _Block, ids: _U64, used: _U32, records: _U8) -> None:
+        place = slice(block.filled, block.filled + len(ids))
         if self.spec.pooled:
             block.data[place] = records
         else:
-            _kernels.late_pack(records, used, at, self._layout.lanes, block.data)
+            _kernels.late_pack(records, used, place.start, self._layout.lanes, block.data)
         block.ids[place] = ids
         block.used[place] = used
         block.alive[place] = 1
-        self._places += count
-        self._live += count
+        block.filled = place.stop
+        self._live += len(ids)
 
     def remove(self, entry_id: int) -> None:
         """Take an entry out of later views' results; KeyError where there is none."""
@@ -191,85 +217,78 @@ class LayerIndex:
         if number < 0 or entry_id > self._last_id:
             raise KeyError(entry_id)
         block = self._blocks[number]
-        filled = min(self._layout.capacity, self._places - number * self._layout.capacity)
-        row = int(np.searchsorted(block.ids[:filled], np.uint64(entry_id)))
-        if row == filled or int(block.ids[row]) != entry_id or not block.alive[row]:
+        row = int(np.searchsorted(block.ids[: block.filled], np.uint64(entry_id)))
+        if row == block.filled or int(block.ids[row]) != entry_id or not block.alive[row]:
             raise KeyError(entry_id)
         block.alive[row] = 0
+        block.dead += 1
         self._live -= 1
-        if 2 * self._live < self._places:
-            self._rebuild()
+        if 4 * block.dead > block.filled:
+            self._compact(number)
 
-    def _rebuild(self) -> None:
-        """Move the live entries into new blocks; views keep the old ones."""
-        view = self.view()
-        capacity = self._layout.capacity
-        blocks: list[_Block] = []
-        places = 0
-        for old, filled in view.parts():
-            rows = np.flatnonzero(old.alive[:filled]).astype(np.int64)
-            while len(rows):
-                at = places % capacity
-                if at == 0:
-                    blocks.append(_Block(self._layout))
-                new, taken = blocks[-1], rows[: capacity - at]
-                place = slice(at, at + len(taken))
-                self._layout.move(old.data, taken, new.data, at)
-                new.ids[place] = old.ids[taken]
-                new.used[place] = old.used[taken]
-                new.alive[place] = 1
-                places += len(taken)
-                rows = rows[len(taken) :]
-        self._blocks, self._places = tuple(blocks), places
+    def _compact(self, number: int) -> None:
+        """Replace a block by one without its dead entries, joined with neighbours that fit in."""
+        most = self._layout.capacity(BLOCK_BYTES)
+        first, stop = number, number + 1
+        live = self._blocks[number].filled - self._blocks[number].dead
+        if first > 0 and live + self._blocks[first - 1].filled <= most:
+            first -= 1
+            live += self._blocks[first].filled - self._blocks[first].dead
+        if stop < len(self._blocks) and live + self._blocks[stop].filled <= most:
+            live += self._blocks[stop].filled - self._blocks[stop].dead
+            stop += 1
+        joined: tuple[_Block, ...] = ()
+        if live:
+            capacity = -(-live // LANES) * LANES
+            if stop == len(self._blocks):  # the one that grows
+                capacity = max(capacity, self._blocks[-1].capacity)
+            new = _Block(self._layout, capacity)
+            for block in self._blocks[first:stop]:
+                new.take(self._layout, block)
+            joined = (new,)
+        self._blocks = (*self._blocks[:first], *joined, *self._blocks[stop:])
 
     def view(self) -> IndexView:
         """The entries there are now; stays searchable while entries are added and removed.
 
         A removal may or may not show in a view taken before it.
         """
-        return IndexView(self._layout, self._blocks, self._places)
+        return IndexView(self._layout, self._blocks)
 
 
 class IndexView:
     """A layer's entries at one moment. Made by LayerIndex.view()."""
 
-    __slots__ = ("_blocks", "_layout", "_places")
+    __slots__ = ("_layout", "_parts", "_places", "_starts")
 
-    def __init__(self, layout: _Layout, blocks: tuple[_Block, ...], places: int) -> None:
+    def __init__(self, layout: _Layout, blocks: tuple[_Block, ...]) -> None:
         self._layout = layout
-        self._blocks = blocks
-        self._places = places
+        self._parts = [(block, block.filled) for block in blocks]
+        self._starts = np.cumsum([0, *(filled for _, filled in self._parts)], dtype=np.int64)
+        self._places = int(self._starts[-1])
 
     def __len__(self) -> int:
         """Places of the view, dead ones included."""
         return self._places
 
-    def parts(self) -> list[tuple[_Block, int]]:
-        """Each block with the number of its places that belong to this view."""
-        capacity = self._layout.capacity
-        return [
-            (block, min(capacity, self._places - start))
-            for block, start in zip(self._blocks, range(0, self._places, capacity), strict=True)
-        ]
-
     def find(self, entry_ids: _U64) -> _I64:
         """Places of the live entries among these ascending ids."""
-        parts = self.parts()
-        if not parts or not len(entry_ids):
+        if not self._parts or not len(entry_ids):
             return np.empty(0, np.int64)
-        firsts = np.array([block.ids[0] for block, _ in parts], np.uint64)
+        firsts = np.array([block.ids[0] for block, _ in self._parts], np.uint64)
         bounds = [*np.searchsorted(entry_ids, firsts).tolist(), len(entry_ids)]
         found: list[_I64] = []
-        for number, (low, high) in enumerate(pairwise(bounds)):
+        for (block, filled), start, (low, high) in zip(
+            self._parts, self._starts[:-1], pairwise(bounds), strict=True
+        ):
             if low == high:
                 continue
-            block, filled = parts[number]
             wanted = entry_ids[low:high]
             rows = np.searchsorted(block.ids[:filled], wanted).astype(np.int64)
             inside = rows < filled
             rows, wanted = rows[inside], wanted[inside]
             rows = rows[(block.ids[rows] == wanted) & (block.alive[rows] != 0)]
-            found.append(rows + number * self._layout.capacity)
+            found.append(rows + start)
         return np.concatenate(found) if found else np.empty(0, np.int64)
 
     def search(
@@ -327,8 +346,7 @@ class IndexView:
         best_place = np.full((len(queries), k), -1, np.int64)
         rows = np.concatenate(queries) if len(queries) > 1 else queries[0]
         starts = np.cumsum([0, *(len(query) for query in queries)], dtype=np.int64)
-        first = 0
-        for block, filled in self.parts():
+        for (block, filled), first in zip(self._parts, self._starts.tolist(), strict=False):
             alive = block.alive[:filled]
             if self._layout.spec.pooled:
                 _kernels.hamming_topk(
@@ -346,7 +364,6 @@ class IndexView:
                     best_distance,
                     best_place,
                 )
-            first += filled
         results = []
         for distances, places in zip(best_distance, best_place, strict=True):
             found = places >= 0
@@ -356,15 +373,13 @@ class IndexView:
     def _search_counted(self, query: _U8, k: int) -> tuple[_U64, _U32]:
         """All distances, then the k smallest."""
         distances = np.empty(self._places, np.uint32)
-        first = 0
-        for block, filled in self.parts():
+        for (block, filled), first in zip(self._parts, self._starts.tolist(), strict=False):
             out = distances[first : first + filled]
             if self._layout.spec.pooled:
                 _kernels.hamming_all(block.data[:filled], query[0], out)
             else:
                 _kernels.late_all(block.data, block.used, self._layout.lanes, query, out)
-            first += filled
-        alive = np.concatenate([block.alive[:filled] for block, filled in self.parts()])
+        alive = np.concatenate([block.alive[:filled] for block, filled in self._parts])
         places = self._smallest(distances, alive, k, len(query))
         return self._ids(places), distances[places]
 
@@ -373,13 +388,11 @@ class IndexView:
         if not len(places):
             return _nothing()
         distances = np.empty(len(places), np.uint32)
-        parts = self.parts()
-        capacity = self._layout.capacity
-        bounds = np.searchsorted(places, np.arange(len(parts) + 1) * capacity)
+        bounds = np.searchsorted(places, self._starts)
         for number, (low, high) in enumerate(pairwise(bounds.tolist())):
             if low == high:
                 continue
-            block, rows = parts[number][0], places[low:high] - number * capacity
+            block, rows = self._parts[number][0], places[low:high] - self._starts[number]
             out = distances[low:high]
             if self._layout.spec.pooled:
                 _kernels.hamming_at(block.data, rows, query[0], out)
@@ -400,10 +413,10 @@ class IndexView:
     def _ids(self, places: _I64) -> _U64:
         """Ids at these places."""
         out = np.empty(len(places), np.uint64)
-        blocks = places // self._layout.capacity
-        for number in np.unique(blocks).tolist():
-            here = blocks == number
-            out[here] = self._blocks[number].ids[places[here] % self._layout.capacity]
+        numbers = np.searchsorted(self._starts, places, side="right") - 1
+        for number in np.unique(numbers).tolist():
+            here = numbers == number
+            out[here] = self._parts[number][0].ids[places[here] - self._starts[number]]
         return out
 
 

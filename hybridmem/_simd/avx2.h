@@ -113,20 +113,48 @@ HM_AVX2 HM_INLINE __m256i hm_xor32_avx2(const uint8_t *a, const uint8_t *b) {
                             _mm256_loadu_si256((const __m256i *)b));
 }
 
-/* One row, one query. Bytes gather up to 8 x 31 = 248 before they are widened. */
+/* Full adder: *high:*low = a + b + c, bit by bit. */
+HM_AVX2 HM_INLINE void hm_add3_avx2(__m256i *high, __m256i *low, __m256i a, __m256i b, __m256i c) {
+    __m256i u = _mm256_xor_si256(a, b);
+    *high = _mm256_or_si256(_mm256_and_si256(a, b), _mm256_and_si256(u, c));
+    *low = _mm256_xor_si256(u, c);
+}
+
+/* Counts of 512 bytes in byte lanes (at most 128): 15 vectors become four by full adders
+ * (Harley-Seal), so that five are counted instead of sixteen. */
+HM_AVX2 HM_INLINE __m256i hm_count512_avx2(const uint8_t *a, const uint8_t *b) {
+    __m256i ones, twos, fours, eights, two[7], four[3], count;
+#define HM_DIFFERENT(i) hm_xor32_avx2(a + 32 * (i), b + 32 * (i))
+    hm_add3_avx2(&two[0], &ones, HM_DIFFERENT(0), HM_DIFFERENT(1), HM_DIFFERENT(2));
+    hm_add3_avx2(&two[1], &ones, ones, HM_DIFFERENT(3), HM_DIFFERENT(4));
+    hm_add3_avx2(&two[2], &ones, ones, HM_DIFFERENT(5), HM_DIFFERENT(6));
+    hm_add3_avx2(&four[0], &twos, two[0], two[1], two[2]);
+    hm_add3_avx2(&two[3], &ones, ones, HM_DIFFERENT(7), HM_DIFFERENT(8));
+    hm_add3_avx2(&two[4], &ones, ones, HM_DIFFERENT(9), HM_DIFFERENT(10));
+    hm_add3_avx2(&four[1], &twos, twos, two[3], two[4]);
+    hm_add3_avx2(&two[5], &ones, ones, HM_DIFFERENT(11), HM_DIFFERENT(12));
+    hm_add3_avx2(&two[6], &ones, ones, HM_DIFFERENT(13), HM_DIFFERENT(14));
+    hm_add3_avx2(&four[2], &twos, twos, two[5], two[6]);
+    hm_add3_avx2(&eights, &fours, four[0], four[1], four[2]);
+    count = hm_count_bytes_avx2(eights);
+    count = _mm256_add_epi8(_mm256_add_epi8(count, count), hm_count_bytes_avx2(fours));
+    count = _mm256_add_epi8(_mm256_add_epi8(count, count), hm_count_bytes_avx2(twos));
+    count = _mm256_add_epi8(_mm256_add_epi8(count, count), hm_count_bytes_avx2(ones));
+    return _mm256_add_epi8(count, hm_count_bytes_avx2(HM_DIFFERENT(15)));
+#undef HM_DIFFERENT
+}
+
 HM_AVX2 HM_INLINE uint32_t hm_distance_avx2(const uint8_t *a, const uint8_t *b, size_t bytes) {
     const __m256i zero = _mm256_setzero_si256();
-    __m256i total = zero;
+    __m256i total = zero, rest = zero;
     __m128i pair;
     uint64_t sum;
-    size_t i = 0;
-    while (i + 32 <= bytes) {
-        size_t end = hm_min_size(bytes, i + 31 * 32);
-        __m256i narrow = zero;
-        for (; i + 32 <= end; i += 32)
-            narrow = _mm256_add_epi8(narrow, hm_count_bytes_avx2(hm_xor32_avx2(a + i, b + i)));
-        total = _mm256_add_epi64(total, _mm256_sad_epu8(narrow, zero));
-    }
+    size_t i;
+    for (i = 0; i + 512 <= bytes; i += 512)
+        total = _mm256_add_epi64(total, _mm256_sad_epu8(hm_count512_avx2(a + i, b + i), zero));
+    for (; i + 32 <= bytes; i += 32)
+        rest = _mm256_add_epi8(rest, hm_count_bytes_avx2(hm_xor32_avx2(a + i, b + i)));
+    total = _mm256_add_epi64(total, _mm256_sad_epu8(rest, zero));
     pair = _mm_add_epi64(_mm256_castsi256_si128(total), _mm256_extracti128_si256(total, 1));
     sum = (uint64_t)_mm_cvtsi128_si64(pair) + (uint64_t)_mm_extract_epi64(pair, 1);
     for (; i < bytes; i += 8) sum += (uint64_t)_mm_popcnt_u64(hm_load64(a + i) ^ hm_load64(b + i));
@@ -136,9 +164,11 @@ HM_AVX2 HM_INLINE uint32_t hm_distance_avx2(const uint8_t *a, const uint8_t *b, 
 HM_AVX2 static void hm_hamming_avx2(const uint8_t *rows, size_t n, const uint8_t *queries, size_t m,
                                     size_t bytes, uint32_t *out, size_t out_stride) {
     size_t r, q;
-    for (r = 0; r < n; r++)
+    for (r = 0; r < n; r++) {
+        hm_fetch_ahead(rows + r * bytes, bytes);
         for (q = 0; q < m; q++)
             out[q * out_stride + r] = hm_distance_avx2(rows + r * bytes, queries + q * bytes, bytes);
+    }
 }
 
 /* Per query byte: the 16-entry table of its low nibble, then that of its high nibble. */
@@ -161,6 +191,7 @@ HM_AVX2 HM_INLINE void hm_late_lines_avx2(const uint8_t *lanes, size_t n, const 
     for (i = 0; i < T; i++) count[i] = _mm256_setzero_si256();
     for (b = 0; b < n; b++) {
         __m256i line = _mm256_loadu_si256((const __m256i *)(lanes + b * HM_LANES));
+        HM_PREFETCH(lanes + b * HM_LANES + HM_LATE_AHEAD);
         __m256i low = _mm256_and_si256(line, nibble);
         __m256i high = _mm256_and_si256(_mm256_srli_epi16(line, 4), nibble);
         for (i = 0; i < T; i++) {
@@ -261,18 +292,16 @@ HM_AVX2 static void hm_late_min_avx2(const uint8_t *group, size_t bytes, const u
                                      size_t t, size_t span, uint32_t *out) {
     const size_t runs = HM_LANES / span, token_bytes = bytes * 32;
     if (bytes <= 32) {
-        int sure;
-        if (t == 8) {
-            sure = hm_late_narrow_avx2(group, bytes, prepared, 8, span, out);
-        } else {
-            size_t i = 0;
-            sure = 1;
-            for (; i + 4 <= t; i += 4)
-                sure &= hm_late_narrow_avx2(group, bytes, prepared + i * token_bytes, 4, span,
-                                            out + i * runs);
-            for (; i < t; i++)
-                sure &= hm_late_narrow_avx2(group, bytes, prepared + i * token_bytes, 1, span,
-                                            out + i * runs);
+        int sure = 1;
+        size_t i = 0, step;
+        for (; i < t; i += step) {
+            const uint8_t *tables = prepared + i * token_bytes;
+            uint32_t *to = out + i * runs;
+            step = t - i >= 8 ? 8 : t - i >= 4 ? 4 : t - i >= 2 ? 2 : 1;
+            if (step == 8) sure &= hm_late_narrow_avx2(group, bytes, tables, 8, span, to);
+            if (step == 4) sure &= hm_late_narrow_avx2(group, bytes, tables, 4, span, to);
+            if (step == 2) sure &= hm_late_narrow_avx2(group, bytes, tables, 2, span, to);
+            if (step == 1) sure &= hm_late_narrow_avx2(group, bytes, tables, 1, span, to);
         }
         if (sure) return;
     }

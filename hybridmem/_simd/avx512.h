@@ -134,12 +134,23 @@ HM_AVX512 HM_INLINE void hm_rows_avx512(const uint8_t *rows, const uint8_t *quer
 HM_AVX512 static void hm_hamming_avx512(const uint8_t *rows, size_t n, const uint8_t *queries,
                                         size_t m, size_t bytes, uint32_t *out, size_t out_stride) {
     __m512i sum[4];
-    size_t r, q;
-    for (r = 0; r + 4 <= n; r += 4)
+    size_t r, q, i;
+    for (r = 0; r + 4 <= n; r += 4) {
+        const uint8_t *four = rows + r * bytes;
+        if (m == 1) { /* bound by memory: in the order in which it lies there */
+            for (i = 0; i < 4; i++) {
+                hm_fetch_ahead(four + i * bytes, bytes);
+                hm_rows_avx512(four + i * bytes, queries, bytes, 1, sum + i);
+            }
+            _mm_storeu_si128((__m128i *)(out + r), hm_sum4_avx512(sum));
+            continue;
+        }
+        hm_fetch_ahead(four, 4 * bytes);
         for (q = 0; q < m; q++) {
-            hm_rows_avx512(rows + r * bytes, queries + q * bytes, bytes, 4, sum);
+            hm_rows_avx512(four, queries + q * bytes, bytes, 4, sum);
             _mm_storeu_si128((__m128i *)(out + q * out_stride + r), hm_sum4_avx512(sum));
         }
+    }
     for (; r < n; r++)
         for (q = 0; q < m; q++) {
             hm_rows_avx512(rows + r * bytes, queries + q * bytes, bytes, 1, sum);
@@ -161,6 +172,7 @@ HM_AVX512 HM_INLINE void hm_late_lines_avx512(const uint8_t *lanes, size_t n, co
     for (i = 0; i < T; i++) count[i] = _mm512_setzero_si512();
     for (b = 0; b < n; b++) {
         __m512i line = _mm512_loadu_si512(lanes + b * HM_LANES);
+        HM_PREFETCH(lanes + b * HM_LANES + HM_LATE_AHEAD);
         for (i = 0; i < T; i++) {
             int32_t four;
             memcpy(&four, query + (size_t)i * token_bytes + b * 4, 4);
@@ -265,29 +277,28 @@ HM_AVX512 static void hm_late_min_avx512(const uint8_t *group, size_t bytes,
                                          const uint8_t *prepared, size_t t, size_t span,
                                          uint32_t *out) {
     const size_t runs = HM_LANES / span, token_bytes = bytes * 4;
-    size_t i = 0;
+    size_t i, step;
     if (bytes <= 32) {
         int sure = 1;
-        if (t == 8) {
-            sure = hm_late_narrow_avx512(group, bytes, prepared, 8, span, out);
-        } else {
-            for (; i + 4 <= t; i += 4)
-                sure &= hm_late_narrow_avx512(group, bytes, prepared + i * token_bytes, 4, span,
-                                              out + i * runs);
-            for (; i < t; i++)
-                sure &= hm_late_narrow_avx512(group, bytes, prepared + i * token_bytes, 1, span,
-                                              out + i * runs);
+        for (i = 0; i < t; i += step) {
+            const uint8_t *query = prepared + i * token_bytes;
+            uint32_t *to = out + i * runs;
+            step = t - i >= 8 ? 8 : t - i >= 4 ? 4 : t - i >= 2 ? 2 : 1;
+            if (step == 8) sure &= hm_late_narrow_avx512(group, bytes, query, 8, span, to);
+            if (step == 4) sure &= hm_late_narrow_avx512(group, bytes, query, 4, span, to);
+            if (step == 2) sure &= hm_late_narrow_avx512(group, bytes, query, 2, span, to);
+            if (step == 1) sure &= hm_late_narrow_avx512(group, bytes, query, 1, span, to);
         }
         if (sure) return;
     }
-    if (t == 8) {
-        hm_late_wide_avx512(group, bytes, prepared, 8, span, out);
-        return;
+    for (i = 0; i < t; i += step) {
+        const uint8_t *query = prepared + i * token_bytes;
+        uint32_t *to = out + i * runs;
+        step = t - i >= 8 ? 8 : t - i >= 4 ? 4 : 1;
+        if (step == 8) hm_late_wide_avx512(group, bytes, query, 8, span, to);
+        if (step == 4) hm_late_wide_avx512(group, bytes, query, 4, span, to);
+        if (step == 1) hm_late_wide_avx512(group, bytes, query, 1, span, to);
     }
-    for (i = 0; i + 4 <= t; i += 4)
-        hm_late_wide_avx512(group, bytes, prepared + i * token_bytes, 4, span, out + i * runs);
-    for (; i < t; i++)
-        hm_late_wide_avx512(group, bytes, prepared + i * token_bytes, 1, span, out + i * runs);
 }
 
 static const hm_kernels hm_table_avx512 = {

@@ -10,7 +10,8 @@ HM_TARGET("popcnt")
 static void hm_hamming_popcnt(const uint8_t *rows, size_t n, const uint8_t *queries, size_t m,
                               size_t bytes, uint32_t *out, size_t out_stride) {
     size_t r, q, i;
-    for (r = 0; r < n; r++)
+    for (r = 0; r < n; r++) {
+        hm_fetch_ahead(rows + r * bytes, bytes);
         for (q = 0; q < m; q++) {
             const uint8_t *a = rows + r * bytes, *b = queries + q * bytes;
             uint64_t c0 = 0, c1 = 0, c2 = 0, c3 = 0;
@@ -24,6 +25,7 @@ static void hm_hamming_popcnt(const uint8_t *rows, size_t n, const uint8_t *quer
                 c0 += (uint64_t)_mm_popcnt_u64(hm_load64(a + i) ^ hm_load64(b + i));
             out[q * out_stride + r] = (uint32_t)(c0 + c1 + c2 + c3);
         }
+    }
 }
 
 static const hm_kernels hm_table_popcnt = {
