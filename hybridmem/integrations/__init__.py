@@ -1,0 +1,1 @@
+"""Clients: HybridMem attached to the programs that run language models."""

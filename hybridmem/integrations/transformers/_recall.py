@@ -1,0 +1,183 @@
+"""From queries to rows of keys and values: the search, the move of foreign entries, the tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hybridmem.integrations.transformers._call import Call
+from hybridmem.integrations.transformers._layer import HybridLayer, Row
+from hybridmem.integrations.transformers._rope import move
+
+__all__ = ["Block", "Memory", "recall"]
+
+
+@dataclasses.dataclass
+class Memory:
+    """Rows from the store, to be attended to before the window.
+
+    Attributes
+    ----------
+    keys, values : tensor [batch, kv_heads, n, head_dim]
+    valid : bool tensor [batch, n] or None
+        False where a row of the batch has fewer.
+    names : tuple of tuple of int
+        Per row of the batch: the number of sinks, then the ids of the entries.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    valid: torch.Tensor | None
+    names: tuple[tuple[int, ...], ...]
+
+
+@dataclasses.dataclass
+class Block:
+    """Queries [start, stop) of a forward, and the memory that they attend to."""
+
+    start: int
+    stop: int
+    memory: Memory | None
+
+
+def recall(
+    layer: HybridLayer, call: Call, query: torch.Tensor, valid: torch.Tensor | None
+) -> list[Block]:
+    """Search the store for the queries of a forward, block by block.
+
+    Blocks end at multiples of `block_tokens` in the sequence. Neighbours that found the same are
+    one.
+
+    Parameters
+    ----------
+    query : float32 tensor [batch, n_tokens, embed_dim]
+        Unrotated, summed over the heads that share a key.
+    valid : bool tensor [batch, n_tokens] or None
+        False for padding.
+    """
+    cache = layer.cache
+    count = query.shape[1]
+    queries = layer.take(query, valid)
+    before = queries.shape[1] - count
+    first = layer.seen - count
+    visible = [cache.visible(layer, row) for row in layer.rows]
+    most = max((len(ids) for ids in visible), default=0)
+    if most == 0:
+        return [Block(0, count, _memory(layer, call, [()] * len(layer.rows)))]
+    # Where everything is found anyway, one search says so.
+    step = cache.block_tokens if most > cache.top_k else first + count
+    blocks: list[Block] = []
+    start = 0
+    while start < count:
+        stop = min(count, ((first + start) // step + 1) * step - first)
+        if count == 1 and layer.searched is not None and cache.is_recent(layer):
+            found = layer.searched[0]
+        else:
+            found = [
+                _search(layer, queries, number, before + stop, ids)
+                for number, ids in enumerate(visible)
+            ]
+            layer.searched = (found, layer.seen, layer.base)
+        memory = _memory(layer, call, found)
+        if blocks and blocks[-1].memory is memory:
+            blocks[-1].stop = stop
+        else:
+            blocks.append(Block(start, stop, memory))
+        start = stop
+    return blocks
+
+
+def _search(
+    layer: HybridLayer, queries: torch.Tensor, number: int, stop: int, ids: npt.NDArray[np.uint64]
+) -> list[Any]:
+    """Return the hits of one row of the batch, in the order in which they are attended to."""
+    newest = layer.newest_queries(queries, number, stop)
+    if len(ids) == 0 or len(newest) == 0:
+        return []
+    cache = layer.cache
+    hits = cache.store.query(newest, layer.layer_idx, cache.top_k, entry_ids=ids)
+    return sorted(hits, key=lambda hit: int(hit.entry_id))
+
+
+def _memory(layer: HybridLayer, call: Call, found: Sequence[Sequence[Any]]) -> Memory | None:
+    """Make tensors of what was found; the last ones again if it is the same."""
+    names = tuple(
+        (row.n_sinks, *(int(hit.entry_id) for hit in hits))
+        for row, hits in zip(layer.rows, found, strict=True)
+    )
+    if all(name == (0,) for name in names):
+        return None
+    last: Memory | None = layer.memory
+    if last is not None and last.names == names:
+        return last
+    parts = [_rows(layer, call, row, hits) for row, hits in zip(layer.rows, found, strict=True)]
+    longest = max(keys.shape[1] for keys, _ in parts)
+    keys = layer.keys.new_zeros((len(parts), layer.keys.shape[1], longest, layer.keys.shape[3]))
+    values = torch.zeros_like(keys)
+    valid = torch.zeros((len(parts), longest), dtype=torch.bool, device=keys.device)
+    for number, (some_keys, some_values) in enumerate(parts):
+        width = some_keys.shape[1]
+        keys[number, :, longest - width :] = some_keys
+        values[number, :, longest - width :] = some_values
+        valid[number, longest - width :] = True
+    new = Memory(keys, values, None if bool(valid.all()) else valid, names)
+    layer.memory = new
+    return new
+
+
+def _rows(
+    layer: HybridLayer, call: Call, row: Row, hits: Sequence[Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys and values of one conversation, each [kv_heads, n, head_dim]."""
+    shape = (layer.keys.shape[1], layer.keys.shape[3])
+    like = {"dtype": layer.dtype, "device": layer.device}
+    own = set(row.entry_ids)
+    foreign = [hit for hit in hits if int(hit.entry_id) not in own]
+    keys, values = [], []
+    if foreign:
+        keys.append(_moved(layer, call, foreign, shape))
+        values.append(_heads([hit.values for hit in foreign], shape))
+    mine = [hit for hit in hits if int(hit.entry_id) in own]
+    if mine:
+        keys.append(_heads([hit.keys for hit in mine], shape))
+        values.append(_heads([hit.values for hit in mine], shape))
+    keys, values = [x.to(**like) for x in keys], [x.to(**like) for x in values]
+    if row.sink_keys is not None:
+        keys.append(row.sink_keys)
+        values.append(row.sink_values)
+    if not keys:
+        empty = layer.keys.new_empty((shape[0], 0, shape[1]))
+        return empty, empty
+    return torch.cat(keys, dim=1), torch.cat(values, dim=1)
+
+
+def _heads(matrices: Sequence[npt.NDArray[np.float32]], shape: tuple[int, int]) -> torch.Tensor:
+    """Turn matrices [n, embed_dim] into one tensor [kv_heads, sum of n, head_dim]."""
+    # numpy's copy, because what the store hands out is read-only
+    rows = torch.from_numpy(np.concatenate(matrices))
+    return rows.unflatten(1, shape).transpose(0, 1)
+
+
+def _moved(
+    layer: HybridLayer, call: Call, hits: Sequence[Any], shape: tuple[int, int]
+) -> torch.Tensor:
+    """Rotate keys of other conversations to the places just before this one, oldest first."""
+    cache = layer.cache
+    keys = _heads([hit.keys for hit in hits], shape)
+    if cache.track.angles is None or not getattr(call.module, "use_rope", True):
+        return keys
+    old = torch.cat([_positions(layer, hit) for hit in hits])
+    new = torch.arange(-len(old), 0)
+    angles = cache.track.angles_at
+    return move(keys[None].to(layer.device), angles(old[None]), angles(new[None]))[0]
+
+
+def _positions(layer: HybridLayer, hit: Any) -> torch.Tensor:
+    placement = layer.cache.log.get(int(hit.entry_id))
+    assert placement is not None  # only entries whose place is known are visible
+    return torch.arange(placement.position, placement.position + placement.n_tokens)
