@@ -7,105 +7,32 @@ reached the disk is not known. Nothing is removed that a committed index.json ma
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from math import isqrt
-from typing import NamedTuple
 
 import numpy as np
 
-from hybridmem import _fileio
 from hybridmem._codec import Tensor
 from hybridmem._entries import ENTRIES_NAME, Bytes, EntryTable, Rows, dead_ranges
 from hybridmem._fileio import Buffer, Directory, UnknownOutcomeError
-from hybridmem._format import HEAD_BYTES, extend_checksums, shard_name, shard_number
-from hybridmem._manifest import INDEX_NAME, Manifest, ShardInfo, read_manifest
-from hybridmem._shards import MAX_SHARD_ENTRIES, ShardPool, check_files, write_shard
+from hybridmem._format import (
+    HEAD_BYTES,
+    HEADER_FIXED_BYTES,
+    HEADER_TENSOR_BYTES,
+    extend_checksums,
+    shard_name,
+)
+from hybridmem._manifest import INDEX_NAME, Manifest, ShardInfo
+from hybridmem._shards import MAX_SHARD_ENTRIES, ShardPool, write_shard
 from hybridmem.config import Config
 from hybridmem.errors import CorruptStoreError, StoreFullError, StoreIOError
 
-__all__ = ["RESERVE_NAME", "Loaded", "Writer", "disk_shares", "initialise", "load", "recover"]
+__all__ = ["RESERVE_NAME", "Writer"]
 
 RESERVE_NAME = "reserve"
 _PAGE = 4096
 #: Records written per buffer of a compaction.
 _PIECE_RECORDS = 8192
-
-
-def initialise(directory: Directory, config: Config) -> Manifest:
-    """Make an empty store in a locked directory; it is durable on return."""
-    manifest = Manifest(config=config, store_id=secrets.token_hex(16), generation=1)
-    directory.update_file(ENTRIES_NAME, [])
-    directory.sync()
-    directory.rename(directory.write_temporary([manifest.encode()], INDEX_NAME), INDEX_NAME)
-    directory.sync()
-    return manifest
-
-
-class Loaded(NamedTuple):
-    """A committed manifest, its records and the name of the file that they are in."""
-
-    manifest: Manifest
-    table: EntryTable
-    entries_name: str
-
-
-def load(directory: Directory, io: str) -> Loaded:
-    """Read and verify the last commit.
-
-    A commit that is under way in another process can be met half-way: as long as index.json
-    changes, the reading is begun anew.
-    """
-    manifest = read_manifest(directory)
-    while True:
-        try:
-            table, name = _load_records(directory, manifest, io)
-            check_files(directory, manifest.shards)
-            return Loaded(manifest, table, name)
-        except CorruptStoreError:
-            newer = read_manifest(directory)
-            if newer == manifest:
-                raise
-            manifest = newer
-
-
-def _load_records(directory: Directory, manifest: Manifest, io: str) -> tuple[EntryTable, str]:
-    # A compaction commits while its records still have the name of their generation; they may get
-    # their final name between a look at the one and a look at the other.
-    errors = []
-    for name in (ENTRIES_NAME, manifest.entries_name, ENTRIES_NAME):
-        try:
-            return EntryTable.load(directory, name, manifest, io), name
-        except (CorruptStoreError, FileNotFoundError) as error:
-            errors.append(error)
-    if isinstance(errors[0], CorruptStoreError):
-        raise errors[0]
-    if manifest.n_records == 0:
-        return EntryTable.empty(directory, manifest.config), ENTRIES_NAME
-    path = str(directory.path / ENTRIES_NAME)
-    raise CorruptStoreError(f"{path} is missing", path=path)
-
-
-def recover(directory: Directory, loaded: Loaded) -> None:
-    """Finish or clear away what a writer that died left behind. The directory is locked."""
-    manifest, table, entries_name = loaded
-    if entries_name != ENTRIES_NAME:
-        directory.rename(entries_name, ENTRIES_NAME)
-        directory.sync()
-    live = {shard.number for shard in manifest.shards}
-    for name in directory.names():
-        number = shard_number(name)
-        orphan = number is not None and number not in live
-        if orphan or _fileio.is_temporary(name) or name.startswith(f"{ENTRIES_NAME}.g"):
-            directory.remove(name)
-    try:
-        size = directory.size(ENTRIES_NAME)
-    except FileNotFoundError:
-        directory.update_file(ENTRIES_NAME, [])
-        directory.sync()
-        return
-    if size > manifest.n_records * table.dtype.itemsize:
-        directory.truncate_file(ENTRIES_NAME, manifest.n_records * table.dtype.itemsize)
 
 
 class Writer:
@@ -117,7 +44,6 @@ class Writer:
         The last commit.
     pending : dict of int to list of Tensor
         Keys and values of entries that are in no shard yet.
-    pending_bytes : int
     """
 
     def __init__(
@@ -126,7 +52,7 @@ class Writer:
         self.manifest = manifest
         self.table = table
         self.pending: dict[int, list[Tensor]] = {}
-        self.pending_bytes = 0
+        self._pending_size = 0
         self.next_entry_id = manifest.next_entry_id
         self.calibration = manifest.calibration
         self.accessed: set[int] = set()
@@ -146,20 +72,26 @@ class Writer:
         self._live: dict[int, int] = dict(zip(shards.tolist(), counts.tolist(), strict=True))
         self._renew_reserve()
 
+    def check(self) -> None:
+        """Refuse to go on after a failure whose outcome is not known."""
+        if self.failure is not None:
+            raise StoreIOError(
+                f"an earlier write failed and what reached the disk is not known ({self.failure}); "
+                "close this store and open it again"
+            )
+
     # -- changes, in memory until the next commit --------------------------------------------------
 
-    def add(self, entry_id: int, tensors: list[Tensor], nbytes: int) -> None:
+    def add(self, entry_id: int, tensors: list[Tensor]) -> None:
         """Keep the tensors of an entry that was put."""
         self.pending[entry_id] = tensors
-        self.pending_bytes += nbytes
+        self._pending_size += _shard_bytes(tensors)
         self.next_entry_id = entry_id + 1
 
-    def room_for(self, nbytes: int, config: Config) -> bool:
+    def room_for(self, tensors: list[Tensor], config: Config) -> bool:
         """Whether an entry fits the shard that is being filled."""
-        full = (
-            self.pending_bytes + nbytes > config.shard_max_bytes
-            or len(self.pending) >= MAX_SHARD_ENTRIES
-        )
+        size = HEADER_FIXED_BYTES + self._pending_size + _shard_bytes(tensors)
+        full = size > config.shard_max_bytes or len(self.pending) >= MAX_SHARD_ENTRIES
         return not (full and self.pending)
 
     def kill(self, row: int) -> None:
@@ -168,7 +100,7 @@ class Writer:
         self.table.kill(row)
         tensors = self.pending.pop(entry_id, None)
         if tensors is not None:
-            self.pending_bytes -= _nbytes(tensors)
+            self._pending_size -= _shard_bytes(tensors)
         else:
             self._live[int(self.table.columns["shard_idx"][row])] -= 1
         if row < self.table.n_committed:
@@ -176,7 +108,7 @@ class Writer:
 
     def spill(self, config: Config) -> None:
         """Move the pending tensors to shards on disk, which no commit names yet."""
-        self._check()
+        self.check()
         written: list[ShardInfo] = []
         try:
             self._write_pending(config, written)
@@ -185,13 +117,13 @@ class Writer:
             raise
         self._spilled.update({info.number: info for info in written})
         self.pending.clear()
-        self.pending_bytes = 0
+        self._pending_size = 0
 
     # -- commits ----------------------------------------------------------------------------------
 
     def flush(self, config: Config) -> bool:
         """Commit everything; return whether a new generation was made."""
-        self._check()
+        self.check()
         table = self.table
         n_before = table.n_committed
         new_rows = n_before + np.flatnonzero(table.alive[n_before : table.n_rows])
@@ -233,7 +165,7 @@ class Writer:
             self._failed(error, written)
             raise
         self.pending.clear()
-        self.pending_bytes = 0
+        self._pending_size = 0
         self._spilled.clear()
         self.accessed.clear()
         self._settle(manifest, {number for number in known if not self._live.get(number, 0)})
@@ -244,7 +176,7 @@ class Writer:
 
     def commit_marks(self) -> None:
         """Commit evictions and deletions alone, which needs no disk space; free what they held."""
-        self._check()
+        self.check()
         if not self._marked:
             return
         dead = {
@@ -273,7 +205,7 @@ class Writer:
         signed : dict of int to (signature, padding), optional
             New signatures of some entries, by id.
         """
-        self._check()
+        self.check()
         rows = self.table.alive_rows()
         table = self.table.compacted(rows)
         for entry_id, (_, padding) in (signed or {}).items():
@@ -374,16 +306,11 @@ class Writer:
     @property
     def unflushed_bytes(self) -> int:
         """Bytes of tensors that no commit names."""
-        return self.pending_bytes + sum(shard.size for shard in self._spilled.values())
+        return sum(map(_nbytes, self.pending.values())) + sum(
+            shard.size for shard in self._spilled.values()
+        )
 
     # -- pieces -----------------------------------------------------------------------------------
-
-    def _check(self) -> None:
-        if self.failure is not None:
-            raise StoreIOError(
-                f"an earlier write failed and what reached the disk is not known ({self.failure}); "
-                "close this store and open it again"
-            )
 
     def _next(self, **changes: object) -> Manifest:
         return self.manifest.replace(
@@ -525,32 +452,23 @@ def _nbytes(tensors: Sequence[Tensor]) -> int:
     return sum(memoryview(tensor.data).nbytes for tensor in tensors)
 
 
+def _shard_bytes(tensors: Sequence[Tensor]) -> int:
+    """Return what an entry takes in a shard, its part of the header included, at most."""
+    return _nbytes(tensors) + len(tensors) * HEADER_TENSOR_BYTES
+
+
 def _batches(
     entries: Iterable[tuple[int, list[Tensor]]], max_bytes: int
 ) -> Iterator[list[tuple[int, list[Tensor]]]]:
     """Divide entries among shards."""
     batch: list[tuple[int, list[Tensor]]] = []
-    size = 0
+    size = HEADER_FIXED_BYTES
     for entry_id, tensors in entries:
-        nbytes = _nbytes(tensors)
+        nbytes = _shard_bytes(tensors)
         if batch and (size + nbytes > max_bytes or len(batch) >= MAX_SHARD_ENTRIES):
             yield batch
-            batch, size = [], 0
+            batch, size = [], HEADER_FIXED_BYTES
         batch.append((entry_id, tensors))
         size += nbytes
     if batch:
         yield batch
-
-
-def disk_shares(manifest: Manifest, table: EntryTable) -> tuple[int, int]:
-    """Return the bytes of shards and records on disk that dead and live entries hold.
-
-    The tensors of a shard are taken to be of equal size where some of its entries are dead.
-    """
-    n = min(manifest.n_records, table.n_rows)
-    alive = table.alive[:n]
-    numbers, counts = np.unique(table.column("shard_idx")[:n][alive], return_counts=True)
-    live = dict(zip(numbers.tolist(), counts.tolist(), strict=True))
-    dead = sum(s.size * (s.entries - live.get(s.number, 0)) // s.entries for s in manifest.shards)
-    dead += int(n - np.count_nonzero(alive)) * table.dtype.itemsize
-    return dead, sum(s.size for s in manifest.shards) + n * table.dtype.itemsize - dead

@@ -240,6 +240,10 @@ class EntryTable:
             mask = mask & (self.column("layer_idx") == layer_idx)
         return np.flatnonzero(mask)
 
+    def first_alive(self) -> int:
+        """Return the first live row; there must be one."""
+        return int(np.argmax(self.alive[: self.n_rows]))
+
     def layers(self) -> dict[int, int]:
         """Return the number of live entries of each layer that has any."""
         return self._by_layer
@@ -310,6 +314,10 @@ class EntryTable:
                     self._records = np.memmap(file, self.dtype, "r", shape=(count,))
             except OSError as error:
                 raise StoreIOError(f"failed mapping {ENTRIES_NAME}: {error}") from error
+
+    def close(self) -> None:
+        """Let go of the mapped file."""
+        self._records = None
 
     def drop_dead_new(self) -> None:
         """Forget the dead rows that were never written, so that row numbers are record numbers."""

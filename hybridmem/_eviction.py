@@ -56,12 +56,15 @@ class EvictionQueue:
         if self._ceiling is not None and rank < self._ceiling:
             self._insert(rank)
 
-    def pop(self, table: EntryTable, spare: int) -> int:
-        """Return the live row that goes first; the entry `spare` stays, and is not the only one."""
-        spared: Rank | None = None
+    def pop(self, table: EntryTable, spare: int) -> int | None:
+        """Return the live row that goes first, None if all entries have ids from `spare` on."""
+        if not table.n_alive or int(table.columns["entry_id"][table.first_alive()]) >= spare:
+            return None
+        spared: list[Rank] = []
         while True:
             if not self._queue:
-                self._refill(table)
+                self._refill(table, len(spared))
+                spared.clear()
             rank = self._queue.popleft()
             row = table.find(rank[2])
             if row is None:
@@ -70,19 +73,17 @@ class EvictionQueue:
             if current != rank:
                 if self._ceiling is not None and current <= self._ceiling:
                     self._insert(current)
-                continue
-            if rank[2] == spare:
-                spared = rank
-                continue
-            if spared is not None:
-                self._queue.appendleft(spared)
-            return row
+            elif rank[2] >= spare:
+                spared.append(rank)
+            else:
+                self._queue.extendleft(reversed(spared))
+                return row
 
     def _insert(self, rank: Rank) -> None:
         self._queue.insert(bisect.bisect_left(self._queue, rank), rank)
 
-    def _refill(self, table: EntryTable) -> None:
-        rows = lowest_rows(table, max(64, table.n_alive // 32))
+    def _refill(self, table: EntryTable, spared: int) -> None:
+        rows = lowest_rows(table, max(64, table.n_alive // 32) + spared)
         self._queue.extend(_rank(table, row) for row in rows.tolist())
         self._ceiling = self._queue[-1]
 

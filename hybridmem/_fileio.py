@@ -15,6 +15,7 @@ import mmap
 import os
 import secrets
 import stat
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import ParamSpec, TypeVar
@@ -65,6 +66,8 @@ class Syscalls:
         return os.preadv(fd, [buffer], offset)
 
     def mmap(self, fd: int, length: int) -> mmap.mmap:
+        if sys.version_info >= (3, 13):  # else each map keeps a duplicate of the descriptor
+            return mmap.mmap(fd, length, access=mmap.ACCESS_READ, trackfd=False)
         return mmap.mmap(fd, length, access=mmap.ACCESS_READ)
 
     def fsync(self, fd: int) -> None:

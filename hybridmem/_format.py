@@ -39,6 +39,9 @@ BLOCK_RECORDS = 1024
 #: Largest header that safetensors readers accept.
 MAX_HEADER_BYTES = 100_000_000
 
+#: Upper bounds of what a shard's header takes: for each tensor, and besides.
+HEADER_TENSOR_BYTES, HEADER_FIXED_BYTES = 128, 192
+
 _ACCESS_COUNT = slice(28, 32)
 _TAIL = re.compile(rb',\n"crc32c":"([0-9a-f]{8})"\}\n\Z')
 _SHARD = re.compile(r"shard_(\d{4,10})\.safetensors\Z", re.ASCII)
@@ -133,11 +136,15 @@ def decode_json(data: bytes) -> dict[str, Any]:
 
 
 def newer_version(data: bytes) -> int | None:
-    """Return the format version that `data` claims if it is newer, whatever its checksum."""
+    """Return the format version of an index.json that this version cannot read, if it is newer.
+
+    Nothing else is asked of it: a newer format may have other members and another checksum.
+    """
     try:
-        version = _strict_object(data[: 1 << 24]).get("format_version")
-    except ValueError:
+        fields = json.loads(data)
+    except (ValueError, RecursionError):
         return None
+    version = fields.get("format_version") if isinstance(fields, dict) else None
     is_newer = type(version) is int and version > FORMAT_VERSION
     return version if is_newer else None
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from hybridmem._format import HEADER_FIXED_BYTES, HEADER_TENSOR_BYTES
 from hybridmem.config import Config
 
 __all__ = ["disk_estimate"]
 
-#: Most bytes of a tensor in a shard's header, and of a shard beside its tensors and in index.json.
-_TENSOR_OVERHEAD = 136
-_SHARD_OVERHEAD = 256
+#: Most bytes of a shard in index.json.
+_SHARD_INFO_BYTES = 64
 _PAGE = 4096
 
 
@@ -25,6 +25,6 @@ def disk_estimate(config: Config, index_bytes: int, n_entries: int, payload: int
     tensors = 6 if config.quantize_stored else 2
     record = 40 + config.hdc_dim // 8
     # In the worst case each entry has a shard of its own.
-    each = record + tensors * _TENSOR_OVERHEAD + _SHARD_OVERHEAD
+    shard = tensors * HEADER_TENSOR_BYTES + HEADER_FIXED_BYTES + _SHARD_INFO_BYTES
     reserve = -(-2 * (index_bytes + 512) // _PAGE) * _PAGE
-    return payload + n_entries * each + index_bytes + 512 + reserve
+    return payload + n_entries * (record + shard) + index_bytes + 512 + reserve

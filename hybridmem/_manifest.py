@@ -137,7 +137,8 @@ class Manifest:
         fields = decode_json(data)
         expected = {
             "format", "format_version", "store_id", "generation", "config", "quantization",
-            "next_entry_id", "next_shard", "n_entries", "entries_crc32c", "shards", "dead", "calibration",
+            "next_entry_id", "next_shard", "n_entries", "entries_crc32c", "shards", "dead",
+            "calibration",
         }  # fmt: skip
         if fields.keys() != expected:
             raise ValueError(f"its members are {sorted(fields)}, wanted {sorted(expected)}")
@@ -185,15 +186,15 @@ def read_manifest(directory: Directory) -> Manifest:
         raise StoreNotFoundError(
             f"no store in {directory.path}: it has no index.json; make one with hybridmem.create"
         ) from None
-    version = newer_version(data)
-    if version is not None:
-        raise VersionError(
-            f"{path} has format_version {version}; this hybridmem reads up to {FORMAT_VERSION}: "
-            "install a newer hybridmem to open it"
-        )
     try:
         return Manifest.decode(data)
     except ValueError as error:
+        version = newer_version(data)
+        if version is not None:
+            raise VersionError(
+                f"{path} has format_version {version}; this hybridmem reads up to "
+                f"{FORMAT_VERSION}: install a newer hybridmem to open it"
+            ) from None
         raise CorruptStoreError(f"{path} is damaged: {error}", path=str(path)) from None
 
 

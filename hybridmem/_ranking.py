@@ -30,8 +30,8 @@ class Ranking:
     Attributes
     ----------
     order : {"hamming", "norm"}
-        What the signatures are ranked by: similarity alone, or the norm of the entry's centred mean key times
-        the cosine that the similarity stands for.
+        What the signatures are ranked by: similarity alone, or the norm of the entry's centred
+        mean key times the cosine that the similarity stands for.
     rerank : {None, "pooled", "tokens", "late"}
     candidates : int
         Entries that the next stage looks at; 0 leaves it to `depth`.
@@ -69,7 +69,9 @@ class Ranking:
             if name in given:
                 given[name] = _arrays.count(given[name], name, least)
         if embed_dim % given.get("n_heads", 1):
-            raise ValueError(f"n_heads: got {given['n_heads']}, want a divisor of embed_dim={embed_dim}")
+            raise ValueError(
+                f"n_heads: got {given['n_heads']}, want a divisor of embed_dim={embed_dim}"
+            )
         return cls(**given)
 
     @property
@@ -97,8 +99,8 @@ def key_scores(rerank: str, query: Floats, keys: Sequence[Floats], n_heads: int)
     rerank : {"pooled", "tokens", "late"}
         "pooled": dot product of the mean query with the mean key. "tokens": share of the softmax
         attention that goes to the entry's tokens, among all candidates, mean over query tokens and
-        heads. "late": mean over query tokens and heads of the largest dot product with one of the entry's tokens
-        (late interaction: O. Khattab, M. Zaharia, "ColBERT", SIGIR 2020).
+        heads. "late": mean over query tokens and heads of the largest dot product with one of the
+        entry's tokens (late interaction: O. Khattab, M. Zaharia, "ColBERT", SIGIR 2020).
     query : float32 array, shape (m, embed_dim)
     keys : sequence of float32 arrays, shape (n_i, embed_dim)
     n_heads : int
@@ -121,25 +123,36 @@ def key_scores(rerank: str, query: Floats, keys: Sequence[Floats], n_heads: int)
         )
     logits = np.stack(
         [
-            np.stack([_log_sum_exp(query[:, part] @ key[:, part].T / math.sqrt(head_dim)) for part in columns])
+            np.stack(
+                [
+                    _log_sum_exp(query[:, part] @ key[:, part].T / math.sqrt(head_dim))
+                    for part in columns
+                ]
+            )
             for key in keys
         ]
     )  # entry, head, query token
     logits -= logits.max(axis=0)
     mass = np.exp(logits)
-    return (mass / mass.sum(axis=0)).mean(axis=(1, 2))
+    shares: Scores = (mass / mass.sum(axis=0)).mean(axis=(1, 2))
+    return shares
 
 
 def _log_sum_exp(logits: Floats) -> Scores:
     wide = logits.astype(np.float64)
     top = wide.max(axis=1, keepdims=True)
-    return (top + np.log(np.exp(wide - top).sum(axis=1, keepdims=True)))[:, 0]
+    sums: Scores = np.exp(wide - top).sum(axis=1, keepdims=True)
+    return np.asarray((top + np.log(sums))[:, 0])
 
 
 def spread(
-    ranked: Sequence[int], top_k: int, ranking: Ranking, position: Callable[[int], int], newest: Sequence[int]
+    ranked: Sequence[int],
+    top_k: int,
+    ranking: Ranking,
+    position: Callable[[int], int],
+    newest: Sequence[int],
 ) -> list[int]:
-    """Choose `top_k` of the ranked entries, so that no run of neighbours is too long and the newest are in.
+    """Choose `top_k` of the ranked entries: no run of neighbours too long, the newest in.
 
     Parameters
     ----------

@@ -5,14 +5,14 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from hybridmem import _arrays, _commit
+from hybridmem import _arrays, _snapshot
 from hybridmem._codec import Codec, Tensor
 from hybridmem._entries import EntryTable
 from hybridmem._fileio import Directory
@@ -46,7 +46,7 @@ class Reader:
     open_stores: ClassVar[weakref.WeakSet[Reader]] = weakref.WeakSet()
 
     def __init__(
-        self, directory: Directory, io: str, limits: dict[str, int], loaded: _commit.Loaded
+        self, directory: Directory, io: str, limits: dict[str, int], loaded: _snapshot.Loaded
     ) -> None:
         manifest, table, _ = loaded
         self.path = directory.path
@@ -103,8 +103,8 @@ class Reader:
             Search only among these; ids that are not in the layer, or no longer, are passed over.
         order : {"hamming", "norm"}, default "hamming"
             What the signatures are ranked by. "norm" multiplies the cosine that the similarity
-            stands for by the norm of the entry's centred mean key, which ranks by the dot product; it
-            needs a calibrated layer and one signature an entry.
+            stands for by the norm of the entry's centred mean key, which ranks by the dot product;
+            it needs a calibrated layer and one signature an entry.
         rerank : {"pooled", "tokens", "late"}, optional
             Let the keys decide among the candidates: by the dot product of the means, by the share
             of attention, or by late interaction.
@@ -167,6 +167,8 @@ class Reader:
         self._check_open()
         if isinstance(queries, (list, tuple)):
             rows = [self._rows(one, f"query {at}") for at, one in enumerate(queries)]
+        elif _arrays.cache_tokens(queries, "queries", self.config.embed_dim) == 0:
+            rows = []
         else:
             matrix = _arrays.matrix(queries, "queries", self.config.embed_dim)
             rows = [row[None] for row in matrix]
@@ -214,7 +216,9 @@ class Reader:
                 chosen = list(distance)
                 if not ranking.is_plain:
                     rows = exact[at]
-                    chosen = self._reranked(layer, chosen, queries[at] if rows is None else rows, k, ranking)
+                    chosen = self._reranked(
+                        layer, chosen, queries[at] if rows is None else rows, k, ranking
+                    )
                 score = signatures.spec.score
                 results.append(
                     [
@@ -240,7 +244,7 @@ class Reader:
                 query = self._signatures.centred_query(layer, query)
             keys = [self._keys(self._row(entry_id)) for entry_id in looked_at]
             scores = key_scores(ranking.rerank, query, keys, ranking.n_heads)
-            order = np.lexsort((looked_at, -scores))
+            order = np.lexsort((np.array(looked_at, np.uint64), -scores))
             ids = [looked_at[at] for at in order.tolist()]
         if not ranking.max_run and not ranking.newest:
             return ids
@@ -263,10 +267,17 @@ class Reader:
         KeyError
             If there is no such entry, or no longer.
         """
-        number = _arrays.count(entry_id, "entry_id", 0)
         with self._lock:
             self._check_open()
-            return Entry(**self._fields(self._row(number)))
+            row = self._row(_entry_id(entry_id))
+            ((_, signature),) = self._table.signatures(np.array([row]))
+            columns = self._table.columns
+            return Entry(
+                shard_idx=int(columns["shard_idx"][row]),
+                padding=int(columns["padding"][row]),
+                signature=signature.tobytes(),
+                **self._fields(row),
+            )
 
     def _row(self, entry_id: int) -> int:
         row = self._table.find(entry_id)
@@ -343,7 +354,7 @@ class Reader:
         with self._lock:
             self._check_open()
             table = self._table
-            dead, live = _commit.disk_shares(self._manifest, table)
+            dead, live = _snapshot.disk_shares(self._manifest, table)
             return Stats(
                 entries=table.n_alive,
                 entries_by_layer=dict(sorted(table.layers().items())),
@@ -374,7 +385,7 @@ class Reader:
         """
         with self._lock:
             self._check_open()
-            manifest, table, _ = _commit.load(self._directory, self._io)
+            manifest, table, _ = _snapshot.load(self._directory, self._io)
             changed = manifest != self._manifest
             if changed:
                 self._take(manifest, table)
@@ -389,6 +400,8 @@ class Reader:
     def _release(self) -> None:
         self._closed = True
         self._pool.close()
+        self._table.close()
+        self._signatures.clear()
         self._directory.close()
         Reader.open_stores.discard(self)
 
@@ -425,10 +438,24 @@ class Reader:
         self._pool.after_fork()
 
 
+def _entry_id(value: Any) -> int:
+    """Return an id that is asked for; any integer may be, and is in no store if it is negative."""
+    try:
+        return _arrays.count(value, "entry_id", 0)
+    except ValueError:
+        raise KeyError(value) from None
+
+
 def _ids(entry_ids: Any) -> npt.NDArray[np.uint64]:
-    ids = np.asarray(list(entry_ids) if isinstance(entry_ids, (set, frozenset)) else entry_ids)
-    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+    """Return ids to search among; those that no entry can have are left out."""
+    if not isinstance(entry_ids, np.ndarray):
+        if isinstance(entry_ids, (str, bytes)) or not isinstance(entry_ids, Iterable):
+            raise TypeError(f"entry_ids: got {entry_ids!r:.60}, want a sequence of integers")
+        ids = np.array([_arrays.count(one, "entry_ids", 0) for one in entry_ids], object)
+        return ids[ids < 1 << 64].astype(np.uint64) if len(ids) else np.empty(0, np.uint64)
+    if entry_ids.ndim != 1 or (entry_ids.size and entry_ids.dtype.kind not in "iu"):
         raise TypeError(
-            f"entry_ids: got {ids.dtype} of shape {list(ids.shape)}, want a sequence of integers"
+            f"entry_ids: got {entry_ids.dtype} of shape {list(entry_ids.shape)}, "
+            "want a sequence of integers"
         )
-    return ids[ids > 0].astype(np.uint64)
+    return entry_ids[entry_ids > 0].astype(np.uint64)

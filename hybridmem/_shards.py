@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -121,6 +122,10 @@ class ShardPool:
         self._headers: dict[int, ShardHeader] = {}
         self._verified: dict[int, npt.NDArray[np.bool_]] = {}
         self._open: OrderedDict[int, _Open] = OrderedDict()
+        # Maps that a caller's arrays keep alive are used again: each one holds a descriptor.
+        self._maps: weakref.WeakValueDictionary[int, npt.NDArray[np.uint8]] = (
+            weakref.WeakValueDictionary()
+        )
         self._lock = threading.RLock()
 
     def add(self, info: ShardInfo, header: ShardHeader | None = None) -> None:
@@ -135,7 +140,7 @@ class ShardPool:
             opened = self._open.pop(number, None)
             if opened is not None:
                 self._release(opened)
-            for table in (self._infos, self._headers, self._verified):
+            for table in (self._infos, self._headers, self._verified, self._maps):
                 table.pop(number, None)
 
     def retarget(self, infos: Iterable[ShardInfo]) -> None:
@@ -206,7 +211,9 @@ class ShardPool:
             return opened
         while len(self._open) >= self.max_open:
             self._release(self._open.popitem(last=False)[1])
-        opened = self._open[number] = self._open_shard(number)
+        data = self._maps.get(number)
+        opened = self._open_shard(number) if data is None else _Open(data, -1)
+        self._open[number] = opened
         return opened
 
     def _open_shard(self, number: int) -> _Open:
@@ -233,6 +240,8 @@ class ShardPool:
             opened = _Open(data, -1 if data is not None else fd)
             self._verify_header(opened, fd, number)
             keep = data is None
+            if data is not None:
+                self._maps[number] = data
             return opened
         finally:
             if not keep:

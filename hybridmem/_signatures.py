@@ -34,6 +34,7 @@ class Signatures:
     """
 
     def __init__(self, config: Config) -> None:
+        self._config = config
         self.spec = config.signature
         self.removals = 0
         self.centres: dict[int, tuple[Floats, Floats | None]] = {}
@@ -60,8 +61,22 @@ class Signatures:
         signature = sign_entry(self._projector, self.spec, keys, centre)
         if centre is None or not self.spec.pooled:
             return signature, 0
-        norm = np.float32(np.linalg.norm(centred(mean_pool(keys), centre, "keys").astype(np.float64)))
+        norm = np.float32(
+            np.linalg.norm(centred(mean_pool(keys), centre, "keys").astype(np.float64))
+        )
         return signature, int(norm.view(np.uint32))
+
+    def recalibrated(self, layers: Iterable[Calibration]) -> Signatures:
+        """Return what makes the signatures of the same configuration with other centres."""
+        other = Signatures(self._config)
+        other.calibrate(layers)
+        return other
+
+    def were_made_of(self, layer: int, keys: Floats, signature: Bytes) -> bool:
+        """Whether a signature was made of these keys, which may have been rounded since."""
+        # Rounding turns a few bits near zero; keys in another space turn half of them.
+        made, _ = self.of_entry(layer, keys)
+        return int(np.unpackbits(made ^ signature).sum()) <= self.spec.hdc_dim // 16
 
     def of_query(self, layer: int, rows: Floats) -> Bytes:
         """Return the signatures of a query, uint8 [n, bits/8]."""
@@ -77,8 +92,8 @@ class Signatures:
         """Refuse an order that the records of a layer do not serve."""
         if order == "norm" and (layer not in self.centres or not self.spec.pooled):
             raise ValueError(
-                f'order="norm" needs one signature an entry and norms, which layer {layer} has once '
-                "it is calibrated; call calibrate first"
+                f'order="norm" needs one signature an entry and norms, which layer {layer} has '
+                "once it is calibrated; call calibrate first"
             )
 
     def by_norm(

@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from hybridmem import _commit
+from hybridmem import _snapshot
+from hybridmem._commit import RESERVE_NAME
 from hybridmem._entries import ENTRIES_NAME
 from hybridmem._fileio import LOCK_NAME, Directory, is_temporary
 from hybridmem._manifest import INDEX_NAME
@@ -55,8 +56,8 @@ def create(store_dir: StrPath, *, config: Config | None = None, **fields: Any) -
         _check_vacant(directory)
         directory.lock()
         _check_vacant(directory)
-        _commit.initialise(directory, config)
-        return Store(directory, "r+", "mmap", {}, _commit.load(directory, "mmap"))
+        _snapshot.initialise(directory, config)
+        return Store(directory, "r+", "mmap", {}, _snapshot.load(directory, "mmap"))
     except BaseException:
         directory.close()
         raise
@@ -125,7 +126,7 @@ def open(
                     f"no store in {path}: it has no {INDEX_NAME}; make one with hybridmem.create"
                 )
             directory.lock()
-        loaded = _commit.load(directory, io)
+        loaded = _snapshot.load(directory, io)
         stored_id = loaded.manifest.config.model_id
         if model_id is not None and model_id != stored_id:
             raise ModelMismatchError(
@@ -133,7 +134,7 @@ def open(
                 "open it without model_id or use this model's own store"
             )
         if mode == "r+":
-            _commit.recover(directory, loaded)
+            _snapshot.recover(directory, loaded)
         return Store(directory, mode, io, limits, loaded)
     except BaseException:
         directory.close()
@@ -153,7 +154,7 @@ def _check_vacant(directory: Directory) -> None:
     if INDEX_NAME in names:
         raise StoreExistsError(f"{directory.path} holds a store; open it with hybridmem.open")
     # What a `create` that died has left is no store yet.
-    started = {ENTRIES_NAME, LOCK_NAME, _commit.RESERVE_NAME}
+    started = {ENTRIES_NAME, LOCK_NAME, RESERVE_NAME}
     others = [name for name in names if name not in started and not is_temporary(name)]
     if others or (ENTRIES_NAME in names and directory.size(ENTRIES_NAME)):
         raise StoreExistsError(

@@ -11,8 +11,8 @@ __all__ = ["Entry", "Hit", "Stats"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Entry:
-    """An entry: the fields of its record, its keys and its values.
+class _Stored:
+    """What hits and entries have in common.
 
     Attributes
     ----------
@@ -23,7 +23,7 @@ class Entry:
     timestamp : int
         Of the put, in nanoseconds since the Unix epoch.
     access_count : int
-        Queries that returned the entry.
+        Queries that returned the entry before.
     keys, values : float32 arrays, shape (n_tokens, embed_dim)
         Read-only. They stay valid and unchanged for as long as they are held, through eviction,
         compaction and close. In a float32 store they are views of the mapped shard.
@@ -40,7 +40,26 @@ class Entry:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Hit(Entry):
+class Entry(_Stored):
+    """An entry with all fields of its record.
+
+    Attributes
+    ----------
+    shard_idx : int
+        Number of the shard that holds keys and values, 0 where they are not written yet.
+    padding : int
+        The float32 bits of the norm of the centred mean key in a calibrated layer, else 0.
+    signature : bytes
+        Packed bits.
+    """
+
+    shard_idx: int
+    padding: int
+    signature: bytes = dataclasses.field(repr=False)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Hit(_Stored):
     """An entry that a query found.
 
     Attributes

@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from hybridmem import _arrays, _chunks, _commit, _limits
+from hybridmem import _arrays, _chunks, _commit, _limits, _snapshot
 from hybridmem._chunks import Chunk
 from hybridmem._codec import Tensor
 from hybridmem._entries import Bytes
 from hybridmem._eviction import EvictionQueue, lowest_rows
 from hybridmem._fileio import Directory
 from hybridmem._manifest import Calibration
-from hybridmem._reading import Floats, Reader
+from hybridmem._reading import Floats, Reader, _entry_id
 from hybridmem._signatures import Signatures
 from hybridmem.errors import ReadOnlyError, StoreFullError, StoreIOError
 from hybridmem.hdc import mean_pool
@@ -49,13 +49,21 @@ class Store(Reader):
         mode: str,
         io: str,
         limits: dict[str, int],
-        loaded: _commit.Loaded,
+        loaded: _snapshot.Loaded,
     ) -> None:
         self.mode = mode
         self._forked = self._unflushable = False
         self._writer: _commit.Writer | None = None
         self._eviction = EvictionQueue()
         super().__init__(directory, io, limits, loaded)
+        tokens, counts = np.unique(
+            loaded.table.column("n_tokens")[loaded.table.alive_rows()], return_counts=True
+        )
+        #: Bytes of the tensors of all live entries.
+        self._payload = sum(
+            count * self._codec.nbytes(n, self.config.embed_dim)
+            for n, count in zip(tokens.tolist(), counts.tolist(), strict=True)
+        )
         if mode == "r+":
             self._writer = _commit.Writer(directory, loaded.manifest, loaded.table, self._pool, io)
 
@@ -101,7 +109,9 @@ class Store(Reader):
         with self._lock:
             writer = self._writing()
             self._make_room(writer, [chunk])
-            return self._insert(writer, chunk, layer, weight)
+            entry_id = self._insert(writer, chunk, layer, weight)
+            self._keep_limits(spare=entry_id)
+            return entry_id
 
     def put_many(
         self,
@@ -144,10 +154,14 @@ class Store(Reader):
         with self._lock:
             writer = self._writing()
             self._make_room(writer, chunks)  # what can fail comes before the first is inserted
-            return [
+            ids = [
                 self._insert(writer, chunk, layer, weight)
                 for chunk, weight in zip(chunks, weights, strict=True)
             ]
+            if ids:
+                self._keep_limits(spare=ids[0])
+                self._keep_limits(spare=ids[-1])  # where the chunks alone exceed them
+            return ids
 
     def _prepared(
         self, layer: int, keys: Any, values: Any, index_keys: Any, where: str = ""
@@ -169,10 +183,10 @@ class Store(Reader):
                         f"bytes, more than max_disk_bytes={limit}; put fewer tokens at a time "
                         "or raise the limit"
                     )
-        if not chunks or writer.room_for(chunks[0].nbytes, self.config):
+        if not chunks or writer.room_for(chunks[0].tensors, self.config):
             return
         # Where the directory must not grow they stay in memory, which the same limit bounds.
-        if not limit or self._directory.total_bytes() + writer.pending_bytes <= limit:
+        if not limit or self._directory.total_bytes() + writer.unflushed_bytes <= limit:
             self._unflushable = True
             writer.spill(self.config)
             self._unflushable = False
@@ -190,18 +204,18 @@ class Store(Reader):
             timestamp=time.time_ns(),
             padding=chunk.padding,
         )
-        writer.add(entry_id, chunk.tensors, chunk.nbytes)
+        writer.add(entry_id, chunk.tensors)
+        self._payload += self._codec.nbytes(chunk.n_tokens, self.config.embed_dim)
         self._signatures.add(layer, entry_id, chunk.n_tokens, chunk.signature)
         self._eviction.added(self._table, row)
-        self._keep_limits(spare=entry_id)
         return entry_id
 
     def calibrate(self, layer_idx: int, *, keys: Any = None, queries: Any = None) -> None:
         """Centre the keys and queries of a layer from now on; committed on return.
 
         Signatures of a layer's keys less their mean tell its entries apart better. The means are
-        kept with the store and do not change any more. Signatures that were made before are made anew
-        from the stored keys.
+        kept with the store and do not change any more. Signatures that were made before are made
+        anew from the stored keys.
 
         Parameters
         ----------
@@ -217,12 +231,14 @@ class Store(Reader):
         ------
         ValueError
             If the layer is calibrated already; if neither keys are given nor stored; or if entries
-            of the layer were put with `index_keys`, from which their signatures cannot be made anew.
+            of the layer were put with `index_keys`, which are not stored.
         """
         layer = _arrays.layer_index(layer_idx)
         width = self.config.embed_dim
         given = [
-            None if rows is None else mean_pool(_arrays.matrix(rows, name, width, vector_ok=True))[0]
+            None
+            if rows is None
+            else mean_pool(_arrays.matrix(rows, name, width, vector_ok=True))[0]
             for name, rows in (("keys", keys), ("queries", queries))
         ]
         with self._lock:
@@ -238,11 +254,10 @@ class Store(Reader):
                 Calibration.pack(given[1]) if given[1] is not None else "",
             )
             before = writer.calibration
-            after = (*before, calibration)
-            trial = Signatures(self.config)
-            trial.calibrate(after)
-            signed = {entry_id: self._signed_anew(trial, layer, entry_id) for entry_id in ids}
-            writer.calibration = tuple(sorted(after, key=lambda one: one.layer_idx))
+            after = tuple(sorted((*before, calibration), key=lambda one: one.layer_idx))
+            made_anew = self._signatures.recalibrated(after)
+            signed = {one: self._signed_anew(made_anew, layer, one) for one in ids}
+            writer.calibration = after
             try:
                 if signed:
                     self._compact(writer, set(), signed)
@@ -252,7 +267,7 @@ class Store(Reader):
                 writer.calibration = before
                 raise
             self._signatures.clear()
-            self._signatures.calibrate(writer.calibration)
+            self._signatures.calibrate(after)
 
     def _stored_mean(self, layer: int, ids: list[int]) -> Floats:
         """Return the mean of the layer's first stored keys."""
@@ -262,21 +277,20 @@ class Store(Reader):
                 break
             parts.append(self._keys(self._row(entry_id)))
         if not parts:
-            raise ValueError(f"keys: none are stored in layer {layer} to take the mean of; give some")
-        return mean_pool(np.concatenate(parts))[0]
+            raise ValueError(f"keys: layer {layer} stores none to take the mean of; give some")
+        mean: Floats = mean_pool(np.concatenate(parts))[0]
+        return mean
 
-    def _signed_anew(self, trial: Signatures, layer: int, entry_id: int) -> tuple[Bytes, int]:
+    def _signed_anew(self, made_by: Signatures, layer: int, entry_id: int) -> tuple[Bytes, int]:
         row = self._row(entry_id)
         keys = np.ascontiguousarray(self._keys(row))
-        ((_, old),) = self._table.signatures(np.array([row]))
-        made = self._signatures.of_entry(layer, keys)[0]
-        # Stored keys may be rounded, which turns a few bits near zero; other keys turn many.
-        if np.unpackbits(made ^ old[0]).sum() > self.config.hdc_dim // 16:
+        ((_, (signature,)),) = self._table.signatures(np.array([row]))
+        if not self._signatures.were_made_of(layer, keys, signature):
             raise ValueError(
                 f"entry {entry_id} of layer {layer} was put with index_keys, which are not stored: "
                 "calibrate a layer before its first entry"
             )
-        return trial.of_entry(layer, keys)
+        return made_by.of_entry(layer, keys)
 
     # -- removing ---------------------------------------------------------------------------------
 
@@ -288,10 +302,9 @@ class Store(Reader):
         KeyError
             If there is no such entry, or no longer.
         """
-        number = _arrays.count(entry_id, "entry_id", 0)
         with self._lock:
             writer = self._writing()
-            self._kill(writer, self._row(number))
+            self._kill(writer, self._row(_entry_id(entry_id)))
 
     def evict(self, target_entries: int) -> int:
         """Evict entries until no more than `target_entries` are left; committed on return.
@@ -359,23 +372,27 @@ class Store(Reader):
     def _kill(self, writer: _commit.Writer, row: int) -> None:
         columns = self._table.columns
         layer, entry_id = int(columns["layer_idx"][row]), int(columns["entry_id"][row])
+        n_tokens = int(columns["n_tokens"][row])
         writer.kill(row)
+        self._payload -= self._codec.nbytes(n_tokens, self.config.embed_dim)
         self._signatures.remove(layer, entry_id)
 
-    def _keep_limits(self, spare: int = 0) -> None:
-        """Evict what exceeds max_entries and max_disk_bytes, the entry `spare` excepted."""
+    def _keep_limits(self, spare: int) -> None:
+        """Evict what exceeds the limits, entries from id `spare` on excepted."""
         table, config, writer = self._table, self.config, self._writing()
-        while table.n_alive > 1 and (
-            (config.max_entries and table.n_alive > config.max_entries)
-            or (config.max_disk_bytes and self._disk_estimate(writer) > config.max_disk_bytes)
+        while (config.max_entries and table.n_alive > config.max_entries) or (
+            config.max_disk_bytes and self._disk_estimate(writer) > config.max_disk_bytes
         ):
-            self._evict(writer, self._eviction.pop(table, spare))
+            row = self._eviction.pop(table, spare)
+            if row is None:
+                return
+            self._evict(writer, row)
 
     def _disk_estimate(self, writer: _commit.Writer) -> int:
         """Return an upper bound of the directory's size with the live entries alone."""
-        table = self._table
-        payload = table.n_tokens_alive * self._codec.nbytes(1, self.config.embed_dim)
-        return _limits.disk_estimate(self.config, writer.index_bytes, table.n_alive, payload)
+        return _limits.disk_estimate(
+            self.config, writer.index_bytes, self._table.n_alive, self._payload
+        )
 
     # -- committing -------------------------------------------------------------------------------
 
@@ -400,7 +417,7 @@ class Store(Reader):
                     self._compact(writer, victims)
 
     def _flush(self, writer: _commit.Writer) -> None:
-        self._keep_limits()
+        self._keep_limits(spare=writer.next_entry_id)
         self._unflushable = True
         writer.flush(self.config)
         self._manifest = writer.manifest
@@ -421,7 +438,8 @@ class Store(Reader):
             # A little more than is too much, so that the next flushes need no compaction.
             excess = size - limit + limit // 16
             while excess > 0 and self._table.n_alive:
-                row = self._eviction.pop(self._table, spare=0)
+                row = self._eviction.pop(self._table, spare=writer.next_entry_id)
+                assert row is not None
                 excess -= self._codec.nbytes(
                     int(self._table.columns["n_tokens"][row]), self.config.embed_dim
                 )
@@ -477,6 +495,7 @@ class Store(Reader):
                 f"{self.path} was opened for writing before this process was forked: "
                 "only the parent may write"
             )
+        self._writer.check()
         return self._writer
 
     def _after_fork(self) -> None:
