@@ -1,0 +1,291 @@
+"""Commands that only look: info, ls, show, query."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from typing import Any
+
+import click
+import numpy as np
+import numpy.typing as npt
+
+from hybridmem import Entry, Hit, Store
+from hybridmem._commands import text
+from hybridmem._commands.group import (
+    commands,
+    emit,
+    fail,
+    json_option,
+    pread_option,
+    read_store,
+    refuse,
+    store_argument,
+)
+
+FIELDS = ("entry_id", "layer_idx", "n_tokens", "importance", "timestamp", "access_count")
+_ORDERS = {
+    "id": "entry_id",
+    "layer": "layer_idx",
+    "tokens": "n_tokens",
+    "importance": "importance",
+    "age": "timestamp",
+    "access": "access_count",
+}
+
+
+@commands.command()
+@store_argument
+@pread_option
+@json_option
+def info(store: str, io: str) -> None:
+    """Show what a store is, what it holds and how large it is."""
+    with read_store(store, io) as opened:
+        stats = opened.stats()
+        config = opened.config
+        record_bytes = 40 + config.hdc_dim // 8
+        document = {
+            "path": str(opened.path),
+            "store_id": opened.store_id,
+            "config": config.to_dict(),
+            "record_bytes": record_bytes,
+            **{
+                name: value
+                for name, value in dataclasses.asdict(stats).items()
+                if name not in ("queries", "hits", "evicted", "unflushed_bytes")
+            },
+        }
+        kept = "INT8" if config.quantize_stored else config.kv_dtype
+        emit(document, text.pairs(
+            [
+                ("path", opened.path),
+                ("store id", opened.store_id),
+                ("model", config.model_id or "not named"),
+                ("generation", f"{stats.generation:,}"),
+                ("entries", f"{stats.entries:,} of {text.plural(stats.tokens, 'token')}"),
+                ("layers", _layers(stats.entries_by_layer)),
+                ("width", f"{config.embed_dim:,}, kept as {kept}"),
+                ("signature", _signature(opened)),
+                ("on disk", text.size(stats.disk_bytes)),
+                ("shards", f"{stats.shards:,}"),
+                ("live", text.size(stats.live_bytes)),
+                ("dead", f"{text.size(stats.dead_bytes)}, which compact gives back"),
+                ("limits", _limits(opened)),
+            ]
+        ))  # fmt: skip
+
+
+def _layers(by_layer: dict[int, int]) -> str:
+    shown = [f"{layer}: {count:,}" for layer, count in list(by_layer.items())[:12]]
+    more = len(by_layer) - len(shown)
+    return (", ".join(shown) or "none") + (f", and {more} more" if more else "")
+
+
+def _signature(store: Store) -> str:
+    config = store.config
+    if not config.signature_tokens:
+        return f"{config.hdc_dim:,} bits an entry"
+    bits = config.signature_bits or config.hdc_dim
+    runs = text.plural(config.signature_tokens, "token")
+    return f"{bits:,} bits for each {runs}, {config.hdc_dim // bits} at most"
+
+
+def _limits(store: Store) -> str:
+    config = store.config
+    entries = text.plural(config.max_entries, "entry") if config.max_entries else "any entries"
+    disk = f"{text.size(config.max_disk_bytes)} on disk" if config.max_disk_bytes else "any size"
+    shard = f"{text.size(config.shard_max_bytes)} a shard"
+    return f"{entries}, {disk}, {shard}, {text.plural(config.max_open_shards, 'open shard')}"
+
+
+@commands.command("ls")
+@store_argument
+@click.option("--layer", type=click.IntRange(0), help="Only entries of this layer.")
+@click.option(
+    "--sort",
+    type=click.Choice(list(_ORDERS)),
+    default="id",
+    show_default=True,
+    help="Order; ties by id.",
+)
+@click.option("--reverse", is_flag=True, help="The largest first.")
+@click.option("-n", "--limit", type=click.IntRange(1), help="List at most this many.")
+@pread_option
+@json_option
+def list_entries(
+    store: str, layer: int | None, sort: str, reverse: bool, limit: int | None, io: str
+) -> None:
+    """List entries."""
+    with read_store(store, io) as opened:
+        records = opened.entries
+    if layer is not None:
+        records = records[records["layer_idx"] == layer]
+    rank = np.unique(records[_ORDERS[sort]], return_inverse=True)[1]
+    if reverse != (sort == "age"):  # the youngest has the latest timestamp
+        rank = -rank
+    order = np.lexsort((records["entry_id"], rank))
+    total = len(records)
+    records = records[order[:limit]]
+    now = time.time_ns()
+    lines = text.table(
+        ("id", "layer", "tokens", "importance", "accesses", "age"),
+        (
+            (
+                record["entry_id"],
+                record["layer_idx"],
+                record["n_tokens"],
+                f"{record['importance']:.4g}",
+                record["access_count"],
+                text.age((now - int(record["timestamp"])) / 1e9),
+            )
+            for record in records
+        ),
+    )
+    if len(records) < total:
+        lines.append(f"{len(records):,} of {text.plural(total, 'entry')}")
+    emit({"total": total, "entries": [_record(record) for record in records]}, lines)
+
+
+def _record(record: Any) -> dict[str, Any]:
+    return {name: record[name].item() for name in (*FIELDS, "shard_idx")}
+
+
+@commands.command()
+@store_argument
+@click.argument("entry_id", type=click.IntRange(1))
+@pread_option
+@json_option
+def show(store: str, entry_id: int, io: str) -> None:
+    """Show one entry: its record, and what its keys and values look like."""
+    with read_store(store, io) as opened:
+        entry = entry_of(opened, entry_id)
+        document = {
+            **_fields(entry),
+            "keys": _summary(entry.keys),
+            "values": _summary(entry.values),
+        }
+        lines = text.pairs(
+            [
+                ("entry", entry.entry_id),
+                ("layer", entry.layer_idx),
+                ("tokens", entry.n_tokens),
+                ("importance", f"{entry.importance:.6g}"),
+                ("put", text.moment(entry.timestamp)),
+                ("accesses", f"{entry.access_count:,}"),
+                ("keys", _described(entry.keys)),
+                ("values", _described(entry.values)),
+            ]
+        )
+    emit(document, lines)
+
+
+def entry_of(store: Store, entry_id: int) -> Entry:
+    """Return an entry, or end the command where there is none."""
+    try:
+        return store.get(entry_id)
+    except KeyError:
+        fail(f"{store.path} has no entry {entry_id}; `hybridmem ls` lists those there are")
+
+
+def _fields(entry: Entry | Hit) -> dict[str, Any]:
+    return {name: getattr(entry, name) for name in FIELDS}
+
+
+def _summary(rows: npt.NDArray[np.float32]) -> dict[str, Any]:
+    norms = np.linalg.norm(rows.astype(np.float64), axis=1)
+    return {
+        "shape": list(rows.shape),
+        "min": float(rows.min()),
+        "max": float(rows.max()),
+        "mean": float(rows.mean(dtype=np.float64)),
+        "mean_norm": float(norms.mean()),
+    }
+
+
+def _described(rows: npt.NDArray[np.float32]) -> str:
+    of = _summary(rows)
+    return (
+        f"{rows.shape[0]:,} x {rows.shape[1]:,}, from {of['min']:.4g} to {of['max']:.4g}, "
+        f"mean {of['mean']:.3g}, mean norm of a row {of['mean_norm']:.4g}"
+    )
+
+
+@commands.command()
+@store_argument
+@click.option(
+    "--layer", type=click.IntRange(0), help="Layer to search; that of --entry by default."
+)
+@click.option("-k", "--top-k", type=click.IntRange(1), default=5, show_default=True, help="Hits.")
+@click.option("--entry", type=click.IntRange(1), help="Ask with the keys of this entry.")
+@click.option(
+    "--file",
+    "source",
+    metavar="FILE",
+    help="Ask with the rows of a .npy file, or of FILE.safetensors:TENSOR.",
+)
+@pread_option
+@json_option
+def query(
+    store: str, layer: int | None, top_k: int, entry: int | None, source: str | None, io: str
+) -> None:
+    """Find the entries of a layer that are most similar to some keys. Counts as no access."""
+    if (entry is None) == (source is None):
+        refuse("give either --entry or --file")
+    with read_store(store, io) as opened:
+        if entry is not None:
+            asked = entry_of(opened, entry)
+            rows: Any = asked.keys
+            layer = asked.layer_idx if layer is None else layer
+        else:
+            rows = _load(str(source))
+        if layer is None:
+            refuse("--file needs --layer")
+        try:
+            hits = opened.query(rows, layer, top_k)
+        except (TypeError, ValueError) as error:
+            refuse(f"the query does not fit the store: {error}")
+        found = [{**_fields(hit), "score": hit.score} for hit in hits]
+    now = time.time_ns()
+    lines = text.table(
+        ("rank", "score", "id", "tokens", "importance", "age"),
+        (
+            (
+                rank,
+                f"{hit['score']:+.4f}",
+                hit["entry_id"],
+                hit["n_tokens"],
+                f"{hit['importance']:.4g}",
+                text.age((now - hit["timestamp"]) / 1e9),
+            )
+            for rank, hit in enumerate(found, 1)
+        ),
+    )
+    if not found:
+        lines = [f"layer {layer} has no entries"]
+    emit({"layer_idx": layer, "top_k": top_k, "hits": found}, lines)
+
+
+def _load(source: str) -> npt.NDArray[Any]:
+    path, _, tensor = source.rpartition(":")
+    if not path or os.path.exists(source):
+        path, tensor = source, ""
+    try:
+        if not path.endswith(".safetensors"):
+            return np.asarray(np.load(path, allow_pickle=False))
+        return _load_tensor(path, tensor)
+    except (OSError, ValueError, EOFError) as error:
+        fail(f"cannot read {path}: {error}")
+
+
+def _load_tensor(path: str, name: str) -> npt.NDArray[Any]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="numpy") as file:
+            names = sorted(file.keys())
+            if name not in names:
+                refuse(f"{path} has the tensors {', '.join(names)}; give one as {path}:NAME")
+            return np.asarray(file.get_tensor(name))
+    except (SafetensorError, TypeError) as error:
+        fail(f"cannot read {path}: {error}")

@@ -1,0 +1,1 @@
+"""Commands that run something of their own."""

@@ -1,0 +1,368 @@
+"""The command line: what each command prints, returns and leaves alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hybridmem
+
+pytest.importorskip("click", reason="needs click: pip install 'hybridmem[cli]'")
+
+from click.testing import CliRunner, Result
+
+from hybridmem._commands import commands
+from hybridmem._commands.change import eviction_order
+from hybridmem._commands.text import age, plural, size
+
+WIDTH, TOKENS, ENTRIES = 24, 6, 30
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    """A store of three layers; entries 2 and 5 are deleted but not compacted away."""
+    rng = np.random.default_rng(11)
+    path = tmp_path / "mem"
+    with hybridmem.create(path, embed_dim=WIDTH, model_id="toy") as opened:
+        for number in range(ENTRIES):
+            keys, values = rng.normal(size=(2, TOKENS, WIDTH)).astype(np.float32)
+            opened.put(keys, values, layer_idx=number % 3, importance=float(rng.random()))
+        opened.flush()
+        for number in (2, 5):
+            opened.delete(number)
+        # Equal importance: age and id decide.
+        opened.query(opened.get(1).keys, layer_idx=0, top_k=4)
+    return path
+
+
+def run(*arguments: object, code: int = 0) -> Result:
+    result = CliRunner().invoke(commands, [str(argument) for argument in arguments])
+    assert result.exit_code == code, (result.output, result.exception)
+    return result
+
+
+def document(*arguments: object, code: int = 0) -> dict[str, Any]:
+    parsed: dict[str, Any] = json.loads(run(*arguments, "--json", code=code).stdout)
+    return parsed
+
+
+def contents(path: Path) -> dict[str, tuple[bytes, int]]:
+    return {p.name: (p.read_bytes(), p.stat().st_mtime_ns) for p in path.iterdir()}
+
+
+def test_info_says_what_stats_and_config_say(store: Path) -> None:
+    shown = document("info", store)
+    with hybridmem.open(store, mode="r") as opened:
+        stats = opened.stats()
+        assert shown["config"] == opened.config.to_dict()
+        assert shown["store_id"] == opened.store_id
+    assert shown["entries"] == stats.entries == ENTRIES - 2
+    assert shown["entries_by_layer"] == {"0": 10, "1": 8, "2": 10}
+    assert shown["disk_bytes"] == sum(p.stat().st_size for p in store.iterdir())
+    text = run("info", store).stdout
+    assert "28 of 168 tokens" in text
+    assert "0: 10, 1: 8, 2: 10" in text
+    assert "4,096 bits an entry" in text
+    assert "toy" in text
+
+
+def test_info_of_sub_signatures_limits_and_int8(tmp_path: Path) -> None:
+    path = tmp_path / "mem"
+    hybridmem.create(
+        path,
+        embed_dim=WIDTH,
+        hdc_dim=16384,
+        signature_tokens=1,
+        signature_bits=256,
+        quantize_stored=True,
+        max_entries=1000,
+        max_disk_bytes=3 << 30,
+    ).close()
+    text = run("info", path).stdout
+    assert "256 bits for each 1 token, 64 at most" in text
+    assert "kept as INT8" in text
+    assert "1,000 entries, 3.00 GiB on disk, 256 MiB a shard, 4 open shards" in text
+    assert run("ls", path).stdout.split() == [
+        "id", "layer", "tokens", "importance", "accesses", "age",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("order", ["id", "layer", "tokens", "importance", "age", "access"])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_ls_sorts_with_ties_by_id(store: Path, order: str, reverse: bool) -> None:
+    entries = document("ls", store, "--sort", order, *(["--reverse"] if reverse else []))["entries"]
+    fields = {
+        "id": "entry_id", "layer": "layer_idx", "tokens": "n_tokens",
+        "importance": "importance", "age": "timestamp", "access": "access_count",
+    }  # fmt: skip
+    sign = -1 if reverse != (order == "age") else 1
+    expected = sorted(entries, key=lambda e: (sign * e[fields[order]], e["entry_id"]))
+    assert entries == expected
+    assert len(entries) == ENTRIES - 2
+
+
+def test_ls_selects_a_layer_and_a_number(store: Path) -> None:
+    shown = document("ls", store, "--layer", 1, "-n", 3)
+    assert shown["total"] == 8
+    assert [entry["entry_id"] for entry in shown["entries"]] == [8, 11, 14]
+    lines = run("ls", store, "--layer", 1, "-n", 3).stdout.splitlines()
+    assert lines[0].split() == ["id", "layer", "tokens", "importance", "accesses", "age"]
+    assert lines[1].split()[:3] == ["8", "1", str(TOKENS)]
+    assert lines[-1] == "3 of 8 entries"
+
+
+def test_show_describes_keys_and_values(store: Path) -> None:
+    shown = document("show", store, 4)
+    with hybridmem.open(store, mode="r") as opened:
+        entry = opened.get(4)
+    assert shown["timestamp"] == entry.timestamp
+    assert shown["importance"] == entry.importance
+    assert shown["keys"]["shape"] == [TOKENS, WIDTH]
+    assert shown["keys"]["max"] == entry.keys.max()
+    assert shown["values"]["min"] == entry.values.min()
+    assert shown["values"]["mean_norm"] == pytest.approx(
+        np.linalg.norm(entry.values, axis=1).mean(), rel=1e-6
+    )
+    assert f"{TOKENS} x {WIDTH}" in run("show", store, 4).stdout
+
+
+def test_query_by_entry_npy_and_safetensors(store: Path, tmp_path: Path) -> None:
+    from safetensors.numpy import save_file
+
+    with hybridmem.open(store, mode="r") as opened:
+        keys = np.array(opened.get(7).keys)
+        wanted = [(hit.entry_id, hit.score) for hit in opened.query(keys, 0, 4)]
+    np.save(tmp_path / "q.npy", keys)
+    save_file({"a": keys[:1], "q": keys}, tmp_path / "q.safetensors")
+    for how in (
+        ["--entry", 7],
+        ["--file", tmp_path / "q.npy", "--layer", 0],
+        ["--file", f"{tmp_path / 'q.safetensors'}:q", "--layer", 0],
+    ):
+        hits = document("query", store, "-k", 4, *how)["hits"]
+        assert [(hit["entry_id"], hit["score"]) for hit in hits] == wanted
+    first = run("query", store, "--entry", 7).stdout.splitlines()[1].split()
+    assert first[:3] == ["1", "+1.0000", "7"]
+
+
+def test_query_of_an_empty_layer_says_so(store: Path) -> None:
+    result = run("query", store, "--entry", 1, "--layer", 99)
+    assert result.stdout == "layer 99 has no entries\n"
+    assert document("query", store, "--entry", 1, "--layer", 99)["hits"] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["query", "STORE"], 2, "either --entry or --file"),
+        (["query", "STORE", "--entry", "1", "--file", "x.npy"], 2, "either --entry or --file"),
+        (["query", "STORE", "--file", "THIN"], 2, "needs --layer"),
+        (["query", "STORE", "--file", "THIN", "--layer", "0"], 2, str(WIDTH)),
+        (["query", "STORE", "--file", "nowhere.npy", "--layer", "0"], 1, "nowhere.npy"),
+        (["query", "STORE", "--file", "TENSORS", "--layer", "0"], 2, "a, b"),
+        (["query", "STORE", "--file", "TENSORS:c", "--layer", "0"], 2, "a, b"),
+        (["query", "STORE", "--entry", "5"], 1, "no entry 5"),
+        (["show", "STORE", "5"], 1, "no entry 5"),
+        (["show", "STORE", "0"], 2, "0"),
+        (["delete", "STORE", "1", "5", "77"], 1, "no entry 5, 77; nothing deleted"),
+        (["delete", "STORE"], 2, "ENTRY_IDS"),
+        (["evict", "STORE"], 2, "--to"),
+        (["ls", "STORE", "--sort", "luck"], 2, "luck"),
+        (["info", "NOWHERE"], 4, "no store in"),
+        (["compact", "NOWHERE"], 4, "no store in"),
+    ],
+)
+def test_mistakes_have_a_message_and_a_code(
+    store: Path, tmp_path: Path, arguments: list[str], code: int, words: str
+) -> None:
+    from safetensors.numpy import save_file
+
+    np.save(tmp_path / "thin.npy", np.ones((2, WIDTH - 1), np.float32))
+    ones = np.ones((1, WIDTH), np.float32)
+    save_file({"a": ones, "b": ones}, tmp_path / "t.safetensors")
+    names = {
+        "STORE": store,
+        "NOWHERE": tmp_path / "nowhere",
+        "THIN": tmp_path / "thin.npy",
+        "TENSORS": tmp_path / "t.safetensors",
+    }
+    filled = []
+    for argument in arguments:
+        for name, path in names.items():
+            argument = argument.replace(name, str(path))
+        filled.append(argument)
+    before = {name: data for name, (data, _) in contents(store).items()}
+    result = run(*filled, code=code)
+    assert words in result.stderr
+    assert result.stdout == ""
+    assert {name: data for name, (data, _) in contents(store).items()} == before
+    if code != 2:
+        assert words in document(*filled, code=code)["error"]["message"]
+
+
+def test_looking_changes_no_byte_of_the_store(store: Path) -> None:
+    before = contents(store)
+    for arguments in (
+        ["info", store],
+        ["ls", store],
+        ["show", store, 1],
+        ["query", store, "--entry", 1],
+        ["evict", store, "--to", 3, "--dry-run"],
+        ["compact", store, "--dry-run"],
+        ["delete", store, 1, "--dry-run"],
+    ):
+        run(*arguments)
+        document(*arguments)
+    assert contents(store) == before
+
+
+def test_looking_works_beside_a_writer_and_writing_does_not(store: Path) -> None:
+    with hybridmem.open(store):
+        assert document("info", store)["entries"] == ENTRIES - 2
+        for arguments in (["compact", store], ["evict", store, "--to", 1], ["delete", store, 1]):
+            assert "writ" in run(*arguments, code=5).stderr
+            assert document(*arguments, code=5)["error"]["type"] == "StoreLockedError"
+    assert document("info", store)["entries"] == ENTRIES - 2
+
+
+def test_a_damaged_store_is_exit_code_3(store: Path) -> None:
+    index = store / "index.json"
+    index.write_bytes(index.read_bytes().replace(b'"generation"', b'"generatiom"'))
+    assert document("info", store, code=3)["error"]["type"] == "CorruptStoreError"
+
+
+def test_compact_gives_back_what_the_dry_run_said(store: Path) -> None:
+    said = document("compact", store, "--dry-run")
+    size_before = document("info", store)["disk_bytes"]
+    done = document("compact", store)
+    assert done["disk_bytes"] == size_before - done["bytes_given_back"]
+    assert done["bytes_given_back"] == pytest.approx(said["dead_bytes"], rel=0.2)
+    assert document("compact", store)["bytes_given_back"] == 0
+    assert "gave back 0 B" in run("compact", store).stdout
+
+
+def test_evict_does_what_the_dry_run_said(store: Path) -> None:
+    said = document("evict", store, "--to", 9, "--dry-run")
+    assert said["evicted"] == ENTRIES - 2 - 9
+    before = {entry["entry_id"] for entry in document("ls", store)["entries"]}
+    assert document("evict", store, "--to", 9) == {"dry_run": False, "evicted": 19, "left": 9}
+    after = {entry["entry_id"] for entry in document("ls", store)["entries"]}
+    assert before - after == set(said["ids"])
+    assert "evicted 0 entries; 9 entries left" in run("evict", store, "--to", 9).stdout
+
+
+def test_eviction_order_counts_accesses_then_age_then_id() -> None:
+    records = np.zeros(5, [("entry_id", "u8"), ("importance", "f4"), ("timestamp", "u8"),
+                           ("access_count", "u4")])  # fmt: skip
+    records["entry_id"] = [1, 2, 3, 4, 5]
+    records["importance"] = [1.0, 1.0, 0.9, 1.0, 0.0]
+    records["timestamp"] = [7, 6, 9, 6, 9]
+    records["access_count"] = [0, 0, 3, 0, 1000]
+    # 0.9 * (1 + log 4) = 2.15; the three of score 1 by age, then id.
+    assert records["entry_id"][eviction_order(records)].tolist() == [5, 2, 4, 1, 3]
+
+
+def test_delete_then_compact_leaves_no_byte(store: Path) -> None:
+    with hybridmem.open(store, mode="r") as opened:
+        secret = np.array(opened.get(8).keys)[2].tobytes()
+    assert any(secret in file for file, _ in contents(store).values())
+    assert document("delete", store, 8, 8, 9) == {"dry_run": False, "deleted": [8, 9], "left": 26}
+    run("show", store, 8, code=1)
+    run("compact", store)
+    assert not any(secret in file for file, _ in contents(store).values())
+
+
+def test_numbers_as_people_read_them() -> None:
+    assert [size(n) for n in (0, 1023, 1024, 1536, 10 * 1024, 1023 * 1024, 1 << 20)] == [
+        "0 B", "1023 B", "1.00 KiB", "1.50 KiB", "10.0 KiB", "1.00 MiB", "1.00 MiB",
+    ]  # fmt: skip
+    assert size(3.2 * 2**40) == "3.20 TiB"
+    assert size(2.0**80) == "1048576 EiB"
+    assert [plural(n, "entry") for n in (0, 1, 1234)] == ["0 entries", "1 entry", "1,234 entries"]
+    assert [age(s) for s in (-4, 59, 60, 3600, 86400, 4e8)] == [
+        "0 s", "59 s", "1 min", "1 h", "1 d", "12 y",
+    ]  # fmt: skip
+
+
+# -- the program as it is installed ---------------------------------------------------------------
+
+
+def program(
+    *arguments: object, cwd: Path, module: bool = True, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run the command in a process of its own, away from the source tree."""
+    start = [sys.executable, "-m", "hybridmem"]
+    if not module:
+        start = [str(Path(sys.executable).with_name("hybridmem"))]
+    return subprocess.run(
+        [*start, *map(str, arguments)],
+        cwd=cwd,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_python_m_hybridmem(store: Path, tmp_path: Path) -> None:
+    done = program("info", store, "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["entries"] == ENTRIES - 2
+    failed = program("info", "nowhere", cwd=tmp_path)
+    assert (failed.returncode, failed.stdout) == (4, "")
+    assert "no store in" in failed.stderr
+    assert "Traceback" not in failed.stderr
+    assert program("--version", cwd=tmp_path).stdout == f"hybridmem {hybridmem.__version__}\n"
+
+
+def test_the_installed_script(tmp_path: Path) -> None:
+    script = Path(sys.executable).with_name("hybridmem")
+    if not script.exists():
+        pytest.skip("the package is not installed here, only on the path")
+    done = program("--help", cwd=tmp_path, module=False)
+    assert done.returncode == 0
+    assert done.stdout.startswith("Usage: hybridmem ")
+
+
+def test_without_click_the_command_says_what_to_install(tmp_path: Path) -> None:
+    # A module that cannot be imported stands before the real one.
+    (tmp_path / "click.py").write_text("raise ImportError('not here')\n")
+    done = program("info", "x", cwd=tmp_path, PYTHONPATH=_path_with(tmp_path))
+    assert done.returncode == 1
+    assert done.stderr == "The hybridmem command needs click: pip install 'hybridmem[cli]'\n"
+
+
+def _path_with(first: Path) -> str:
+    rest = os.environ.get("PYTHONPATH")
+    return os.pathsep.join([str(first), *([rest] if rest else [])])
+
+
+def test_a_closed_pipe_is_no_traceback(store: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "hybridmem", "ls", str(store)]
+    with subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        said = process.stderr.read()
+    assert b"Traceback" not in said
+    assert process.returncode in (0, 1)
+
+
+def test_shell_completion_knows_the_commands(tmp_path: Path) -> None:
+    done = program(
+        cwd=tmp_path,
+        _HYBRIDMEM_COMPLETE="bash_complete",
+        COMP_WORDS="hybridmem co",
+        COMP_CWORD="1",
+    )
+    assert "compact" in done.stdout
