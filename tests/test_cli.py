@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -366,3 +367,16 @@ def test_shell_completion_knows_the_commands(tmp_path: Path) -> None:
         COMP_CWORD="1",
     )
     assert "compact" in done.stdout
+
+
+def test_the_documentation_has_the_help_of_every_command() -> None:
+    tool = Path(__file__).resolve().parent.parent / "tools" / "write_cli_docs.py"
+    if not tool.exists():
+        pytest.skip("needs a copy of the source with its docs")
+    space = runpy.run_path(str(tool))
+    page = space["PAGE"].read_text()
+    assert sorted(space["sections"](page)) == sorted(commands.commands)
+    # Versions of click break lines at other places.
+    assert space["renewed"](page).split() == page.split(), (
+        "python tools/write_cli_docs.py brings it up to date"
+    )
