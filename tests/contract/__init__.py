@@ -1,0 +1,1 @@
+"""The contract, line by line: what other programs rely on, tested from outside the package."""
