@@ -221,10 +221,8 @@ def concatenate_like(rows: Sequence[Floats], cache: Any, *, name: str = "cache")
     return out if rows else cache
 
 
-def _concatenate_numpy(
-    rows: Sequence[Floats], a: npt.NDArray[Any], name: str
-) -> npt.NDArray[Any]:
-    cache = a.reshape(a.shape[-2:])
+def _concatenate_numpy(rows: Sequence[Floats], a: npt.NDArray[Any], name: str) -> npt.NDArray[Any]:
+    cache = a.reshape(a.shape[-2], a.shape[-1])
     if not rows:
         if not _all_finite(cache):
             raise not_finite(cache, cache, name, str(a.dtype))

@@ -1,0 +1,274 @@
+/* Loops over stored forms, included once per instruction set by codec.h: HM_CODEC_FN(name) gives the
+ * functions their names, HM_CODEC_T their target. Plain C that compilers vectorise. Where an
+ * instruction set brings inner loops of its own (HM_CODEC_STRIPS), these here serve what is narrower.
+ * Each element has one formula, so all give the same bytes.
+ */
+
+/* Smallest and largest value of each of w columns over n rows: on the bits as integers, which
+ * compilers vectorise in any order and which keep a NaN. */
+HM_CODEC_T void HM_CODEC_FN(column_ranges)(const float *x, size_t n, size_t stride, size_t w,
+                                           float *low, float *high) {
+    int32_t lo[HM_STRIP], hi[HM_STRIP];
+    size_t row, c;
+    for (c = 0; c < w; c++) lo[c] = hi[c] = hm_order(x[c]);
+    for (row = 1; row < n; row++)
+        for (c = 0; c < w; c++) {
+            int32_t key = hm_order(x[row * stride + c]);
+            lo[c] = key < lo[c] ? key : lo[c];
+            hi[c] = key > hi[c] ? key : hi[c];
+        }
+    for (c = 0; c < w; c++) low[c] = hm_unorder(lo[c]);
+    for (c = 0; c < w; c++) high[c] = hm_unorder(hi[c]);
+}
+
+HM_CODEC_T void HM_CODEC_FN(column_quantize)(const float *x, size_t n, size_t stride, size_t w,
+                                             int wide, const float *by, const float *zero, int8_t *q,
+                                             size_t q_stride) {
+    size_t row, c;
+    for (row = 0; row < n; row++) {
+        const float *HM_RESTRICT from = x + row * stride;
+        int8_t *HM_RESTRICT to = q + row * q_stride;
+        if (wide)
+            for (c = 0; c < w; c++) to[c] = hm_integer_wide(from[c], by[c], zero[c]);
+        else
+            for (c = 0; c < w; c++) to[c] = hm_integer((from[c] - zero[c]) * by[c]);
+    }
+}
+
+/* The same of w columns of one row, which share a scale and a zero. */
+HM_CODEC_T void HM_CODEC_FN(row_range)(const float *x, size_t w, float *low, float *high) {
+    int32_t lo = hm_order(x[0]), hi = lo;
+    size_t c;
+    for (c = 0; c < w; c++) {
+        int32_t key = hm_order(x[c]);
+        lo = key < lo ? key : lo;
+        hi = key > hi ? key : hi;
+    }
+    *low = hm_unorder(lo);
+    *high = hm_unorder(hi);
+}
+
+HM_CODEC_T void HM_CODEC_FN(row_quantize)(const float *HM_RESTRICT x, size_t w, int wide, float by,
+                                          float zero, int8_t *HM_RESTRICT q) {
+    size_t c;
+    if (wide)
+        for (c = 0; c < w; c++) q[c] = hm_integer_wide(x[c], by, zero);
+    else
+        for (c = 0; c < w; c++) q[c] = hm_integer((x[c] - zero) * by);
+}
+
+#if !defined(HM_CODEC_STRIPS)
+/* HM_STRIP columns; copied to `tile`, if there is one, where the second pass finds them close by. */
+HM_CODEC_T void HM_CODEC_FN(strip_ranges)(const float *x, size_t n, size_t stride, float *low,
+                                          float *high, float *tile) {
+    size_t row;
+    for (row = 0; tile != NULL && row < n; row++)
+        memcpy(tile + row * HM_STRIP, x + row * stride, HM_STRIP * sizeof(float));
+    HM_CODEC_FN(column_ranges)(x, n, stride, HM_STRIP, low, high);
+}
+
+HM_CODEC_T void HM_CODEC_FN(strip_quantize)(const float *x, size_t n, size_t stride, const float *by,
+                                            const float *zero, int8_t *q, size_t q_stride) {
+    HM_CODEC_FN(column_quantize)(x, n, stride, HM_STRIP, 0, by, zero, q, q_stride);
+}
+
+/* w columns of a row, w a multiple of HM_UNIT. */
+HM_CODEC_T void HM_CODEC_FN(units_range)(const float *x, size_t w, float *low, float *high) {
+    HM_CODEC_FN(row_range)(x, w, low, high);
+}
+
+HM_CODEC_T void HM_CODEC_FN(units_quantize)(const float *x, size_t w, float by, float zero,
+                                            int8_t *q) {
+    HM_CODEC_FN(row_quantize)(x, w, 0, by, zero, q);
+}
+#endif
+
+/* Any number of columns of a row. */
+HM_CODEC_T void HM_CODEC_FN(group_range)(const float *x, size_t w, float *low, float *high) {
+    size_t units = w / HM_UNIT * HM_UNIT;
+    float lo, hi;
+    if (units) HM_CODEC_FN(units_range)(x, units, low, high);
+    if (units == w) return;
+    HM_CODEC_FN(row_range)(x + units, w - units, &lo, &hi);
+    if (units == 0 || hm_order(lo) < hm_order(*low)) *low = lo;
+    if (units == 0 || hm_order(hi) > hm_order(*high)) *high = hi;
+}
+
+/* From the ranges of n groups their zeros, and how far the ends are from them; returns the largest
+ * magnitude. */
+HM_CODEC_T float HM_CODEC_FN(fit_zeros)(const float *HM_RESTRICT low, const float *HM_RESTRICT high,
+                                        size_t n, int wide, float *HM_RESTRICT zero,
+                                        float *HM_RESTRICT reach) {
+    int32_t peak = 0;
+    size_t i;
+    for (i = 0; i < n; i++) {
+        int32_t end = (int32_t)hm_float_to_bits(hm_larger_magnitude(low[i], high[i]));
+        peak = end > peak ? end : peak;
+    }
+    if (wide)
+        for (i = 0; i < n; i++) zero[i] = hm_zero_wide(low[i], high[i]);
+    else
+        for (i = 0; i < n; i++) zero[i] = hm_zero_half(low[i], high[i]);
+    for (i = 0; i < n; i++) reach[i] = hm_larger_magnitude(high[i] - zero[i], low[i] - zero[i]);
+    return hm_bits_to_float((uint32_t)peak);
+}
+
+/* From reaches the scales, and what distances from zero are multiplied (wide: divided) by. */
+HM_CODEC_T void HM_CODEC_FN(fit_scales)(const float *HM_RESTRICT reach, size_t n, int wide,
+                                        float *HM_RESTRICT scale, float *HM_RESTRICT by) {
+    size_t i;
+    if (wide) {
+        for (i = 0; i < n; i++) by[i] = scale[i] = hm_scale_wide(reach[i]);
+    } else {
+        for (i = 0; i < n; i++) scale[i] = hm_scale_half(reach[i]);
+        for (i = 0; i < n; i++) by[i] = 1.0f / scale[i];
+    }
+}
+
+/* A zero for each column, a scale for each two. A strip stays in the first-level cache between its two
+ * passes; reading it across rows again would miss there, strides being what they are. */
+HM_CODEC_T float HM_CODEC_FN(quantize_channels)(const float *x, size_t n, size_t d, int wide,
+                                                int8_t *q, float *scale, float *zero) {
+    HM_ALIGN64 float tile[HM_STRIP_ROWS * HM_STRIP];
+    float low[HM_STRIP], high[HM_STRIP], reach[HM_STRIP], by[HM_STRIP], pair[HM_STRIP / 2];
+    int tiled = n <= HM_STRIP_ROWS && !wide;
+    float peak = 0, p;
+    size_t first, c;
+    for (first = 0; first < d; first += HM_STRIP) {
+        size_t w = hm_min_size(HM_STRIP, d - first), pairs = (w + 1) / 2;
+        float *z = zero + first;
+        if (w == HM_STRIP)
+            HM_CODEC_FN(strip_ranges)(x + first, n, d, low, high, tiled ? tile : NULL);
+        else
+            HM_CODEC_FN(column_ranges)(x + first, n, d, w, low, high);
+        p = HM_CODEC_FN(fit_zeros)(low, high, w, wide, z, reach);
+        peak = hm_larger_magnitude(peak, p);
+        if (w % 2) reach[w] = 0;
+        for (c = 0; c < pairs; c++)
+            reach[c] = hm_larger_magnitude(reach[2 * c], reach[2 * c + 1]);
+        HM_CODEC_FN(fit_scales)(reach, pairs, wide, scale + first / 2, pair);
+        for (c = 0; c < w; c++) by[c] = pair[c / 2];
+        if (w == HM_STRIP && !wide)
+            HM_CODEC_FN(strip_quantize)(tiled ? tile : x + first, n, tiled ? HM_STRIP : d, by, z,
+                                        q + first, d);
+        else
+            HM_CODEC_FN(column_quantize)(x + first, n, d, w, wide, by, z, q + first, d);
+    }
+    return peak;
+}
+
+/* A zero and a scale for each group of `width` columns of each row; width is a multiple of HM_UNIT. */
+HM_CODEC_T float HM_CODEC_FN(quantize_rows)(const float *x, size_t n, size_t d, size_t width,
+                                            int wide, int8_t *q, float *scale, float *zero) {
+    float low[HM_RUN], high[HM_RUN], reach[HM_RUN], z[HM_RUN], s[HM_RUN], by[HM_RUN], peak = 0, p;
+    size_t groups = (d + width - 1) / width, row, first, g;
+    for (row = 0; row < n; row++, x += d, q += d, scale += groups, zero += groups)
+        for (first = 0; first < groups; first += HM_RUN) {
+            size_t run = hm_min_size(HM_RUN, groups - first), fitted = (run + 15) / 16 * 16;
+            for (g = 0; g < run; g++) {
+                size_t column = (first + g) * width, w = hm_min_size(width, d - column);
+                HM_CODEC_FN(group_range)(x + column, w, &low[g], &high[g]);
+            }
+            for (; g < fitted; g++) low[g] = high[g] = 0; /* whole vectors are fitted faster */
+            p = HM_CODEC_FN(fit_zeros)(low, high, fitted, wide, z, reach);
+            peak = hm_larger_magnitude(peak, p);
+            HM_CODEC_FN(fit_scales)(reach, fitted, wide, s, by);
+            memcpy(zero + first, z, run * sizeof(float));
+            memcpy(scale + first, s, run * sizeof(float));
+            for (g = 0; g < run; g++) {
+                size_t column = (first + g) * width, w = hm_min_size(width, d - column);
+                size_t units = wide ? 0 : w / HM_UNIT * HM_UNIT;
+                if (units) HM_CODEC_FN(units_quantize)(x + column, units, by[g], z[g], q + column);
+                if (units == w) continue;
+                column += units;
+                HM_CODEC_FN(row_quantize)(x + column, w - units, wide, by[g], z[g], q + column);
+            }
+        }
+    return peak;
+}
+
+/* With scales of float16's precision the product is exact in float32, so the sum is rounded as it is
+ * from float64; wide ones need float64 for that. */
+HM_CODEC_T void HM_CODEC_FN(dequantize_channels)(const int8_t *q, size_t n, size_t d, int wide,
+                                                 const float *HM_RESTRICT scale,
+                                                 const float *HM_RESTRICT zero, float *out) {
+    size_t row, c;
+    for (row = 0; row < n; row++) {
+        const int8_t *HM_RESTRICT from = q + row * d;
+        float *HM_RESTRICT to = out + row * d;
+        if (wide)
+            for (c = 0; c < d; c++) to[c] = hm_value_wide(from[c], scale[c], zero[c]);
+        else
+            for (c = 0; c < d; c++) to[c] = zero[c] + scale[c] * (float)from[c];
+    }
+}
+
+HM_CODEC_T void HM_CODEC_FN(dequantize_rows)(const int8_t *q, size_t n, size_t d, size_t width,
+                                             int wide, const float *scale, size_t scale_row,
+                                             const float *zero, size_t zero_row, float *out) {
+    size_t row, column, g, i;
+    for (row = 0; row < n; row++)
+        for (column = 0, g = 0; column < d; column += width, g++) {
+            size_t w = hm_min_size(width, d - column);
+            const int8_t *HM_RESTRICT from = q + row * d + column;
+            float *HM_RESTRICT to = out + row * d + column;
+            float s = scale[row * scale_row + g], z = zero[row * zero_row + g];
+            for (i = 0; wide && i < w; i++) to[i] = hm_value_wide(from[i], s, z);
+            if (wide) continue;
+            for (; w >= HM_UNIT; w -= HM_UNIT, from += HM_UNIT, to += HM_UNIT)
+                for (i = 0; i < HM_UNIT; i++) to[i] = z + s * (float)from[i];
+            for (i = 0; i < w; i++) to[i] = z + s * (float)from[i];
+        }
+}
+
+HM_CODEC_T int HM_CODEC_FN(to_bfloat16)(const float *HM_RESTRICT x, size_t n,
+                                        uint16_t *HM_RESTRICT out) {
+    int32_t peak = 0;
+    size_t i;
+    for (i = 0; i < n; i++) {
+        uint32_t bits = hm_float_to_bits(x[i]);
+        int32_t a = (int32_t)(bits & HM_MAGNITUDE);
+        peak = a > peak ? a : peak;
+        out[i] = (uint16_t)((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
+    }
+    return peak < INT32_C(0x7F7F8000); /* from there on it rounds to infinity */
+}
+
+HM_CODEC_T int HM_CODEC_FN(to_float16)(const float *HM_RESTRICT x, size_t n,
+                                       uint16_t *HM_RESTRICT out) {
+    int32_t peak = 0;
+    size_t i;
+    for (i = 0; i < n; i++) {
+        uint32_t bits = hm_float_to_bits(x[i]), a = bits & HM_MAGNITUDE;
+        uint32_t normal = (a - HM_HALF_BIAS + 0xFFF + ((a >> 13) & 1)) >> 13;
+        uint32_t tiny = hm_float_to_bits(hm_bits_to_float(a) + 0.5f) - UINT32_C(0x3F000000);
+        peak = (int32_t)a > peak ? (int32_t)a : peak;
+        out[i] = (uint16_t)(hm_choose(a, HM_HALF_NORMAL, tiny, normal) | ((bits >> 16) & 0x8000));
+    }
+    return peak < INT32_C(0x477FF000);
+}
+
+HM_CODEC_T void HM_CODEC_FN(from_bfloat16)(const uint16_t *HM_RESTRICT x, size_t n,
+                                           float *HM_RESTRICT out) {
+    size_t i;
+    for (i = 0; i < n; i++) out[i] = hm_bits_to_float((uint32_t)x[i] << 16);
+}
+
+HM_CODEC_T void HM_CODEC_FN(from_float16)(const uint16_t *HM_RESTRICT x, size_t n,
+                                          float *HM_RESTRICT out) {
+    const float least = hm_bits_to_float(HM_HALF_NORMAL);
+    size_t i;
+    for (i = 0; i < n; i++) {
+        uint32_t h = x[i], a = (h & 0x7FFF) << 13;
+        uint32_t tiny = hm_float_to_bits(hm_bits_to_float(a + HM_HALF_NORMAL) - least);
+        uint32_t normal = a + hm_choose(a, UINT32_C(0x0F800000), HM_HALF_BIAS, 2 * HM_HALF_BIAS);
+        uint32_t wide = hm_choose(a, UINT32_C(0x00800000), tiny, normal);
+        out[i] = hm_bits_to_float(wide | (h & 0x8000) << 16);
+    }
+}
+
+static const hm_codec HM_CODEC_FN(table) = {
+    HM_CODEC_FN(quantize_channels), HM_CODEC_FN(quantize_rows), HM_CODEC_FN(dequantize_channels),
+    HM_CODEC_FN(dequantize_rows),   HM_CODEC_FN(to_bfloat16),   HM_CODEC_FN(to_float16),
+    HM_CODEC_FN(from_bfloat16),     HM_CODEC_FN(from_float16),
+};
