@@ -7,8 +7,8 @@ reached the disk is not known. Nothing is removed that a committed index.json ma
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from math import isqrt
 
 import numpy as np
 
@@ -27,12 +27,41 @@ from hybridmem._shards import MAX_SHARD_ENTRIES, ShardPool, write_shard
 from hybridmem.config import Config
 from hybridmem.errors import CorruptStoreError, StoreFullError, StoreIOError
 
-__all__ = ["RESERVE_NAME", "Writer"]
+__all__ = ["RESERVE_NAME", "Flush", "Writer"]
 
 RESERVE_NAME = "reserve"
 _PAGE = 4096
 #: Records written per buffer of a compaction.
 _PIECE_RECORDS = 8192
+
+
+@dataclasses.dataclass(slots=True)
+class Flush:
+    """What one flush commits, taken at one moment.
+
+    Attributes
+    ----------
+    manifest : Manifest or None
+        The next one; None if only access counts are written, which are in no commit.
+    batches : list of (shard number, entries)
+    pieces : list of (offset, buffers)
+        What is written into entries.bin.
+    dead_shards : list of int
+        Shards to remove afterwards.
+    spilled, accessed, marked
+        What the writer takes back if the flush fails.
+    written : list of ShardInfo
+        Shards written so far.
+    """
+
+    manifest: Manifest | None
+    batches: list[tuple[int, list[tuple[int, list[Tensor]]]]]
+    pieces: list[tuple[int, Sequence[Buffer]]]
+    dead_shards: list[int]
+    spilled: dict[int, ShardInfo]
+    accessed: set[int]
+    marked: bool
+    written: list[ShardInfo] = dataclasses.field(default_factory=list)
 
 
 class Writer:
@@ -42,8 +71,11 @@ class Writer:
     ----------
     manifest : Manifest
         The last commit.
-    pending : dict of int to list of Tensor
-        Keys and values of entries that are in no shard yet.
+    live : dict of int to int
+        Live entries of each shard that was written.
+    pending, flushing : dict of int to list of Tensor
+        Keys and values of entries that are in no shard yet, and of those that a flush under way is
+        writing.
     """
 
     def __init__(
@@ -52,6 +84,7 @@ class Writer:
         self.manifest = manifest
         self.table = table
         self.pending: dict[int, list[Tensor]] = {}
+        self.flushing: dict[int, list[Tensor]] = {}
         self._pending_size = 0
         self.next_entry_id = manifest.next_entry_id
         self.calibration = manifest.calibration
@@ -69,7 +102,7 @@ class Writer:
         shards, counts = np.unique(
             table.column("shard_idx")[table.alive_rows()], return_counts=True
         )
-        self._live: dict[int, int] = dict(zip(shards.tolist(), counts.tolist(), strict=True))
+        self.live: dict[int, int] = dict(zip(shards.tolist(), counts.tolist(), strict=True))
         self._renew_reserve()
 
     def check(self) -> None:
@@ -101,9 +134,9 @@ class Writer:
         tensors = self.pending.pop(entry_id, None)
         if tensors is not None:
             self._pending_size -= _shard_bytes(tensors)
-        else:
-            self._live[int(self.table.columns["shard_idx"][row])] -= 1
-        if row < self.table.n_committed:
+            return
+        self.live[int(self.table.columns["shard_idx"][row])] -= 1
+        if row < self.table.n_committed or entry_id in self.flushing:
             self._marked = True
 
     def spill(self, config: Config) -> None:
@@ -111,68 +144,106 @@ class Writer:
         self.check()
         written: list[ShardInfo] = []
         try:
-            self._write_pending(config, written)
+            for number, entries in self._assigned(config):
+                written.append(self._write_shard(number, entries))
         except BaseException as error:
-            self._failed(error, written)
+            self._undo(error, written)
             raise
         self._spilled.update({info.number: info for info in written})
-        self.pending.clear()
+        self.pending = {}
         self._pending_size = 0
 
     # -- commits ----------------------------------------------------------------------------------
 
-    def flush(self, config: Config) -> bool:
-        """Commit everything; return whether a new generation was made."""
+    def flush(self, config: Config) -> None:
+        """Commit everything, holding the lock throughout."""
+        flush = self.begin(config)
+        if flush is not None:
+            try:
+                self.write(flush)
+            except BaseException as error:
+                self.fail(flush, error)
+                raise
+            self.finish(flush)
+
+    def begin(self, config: Config) -> Flush | None:
+        """Take everything that is not committed for one commit; None if there is nothing.
+
+        What is put, evicted or deleted from now on belongs to the next one.
+        """
         self.check()
         table = self.table
-        n_before = table.n_committed
-        new_rows = n_before + np.flatnonzero(table.alive[n_before : table.n_rows])
+        table.drop_dead_new()
+        n_before, n_after = table.n_committed, table.n_rows
+        pieces = self._access_pieces()
         is_commit = (
-            len(new_rows) > 0
+            n_after > n_before
             or self._marked
             or config != self.manifest.config
             or self.calibration != self.manifest.calibration
+            or self.next_entry_id != self.manifest.next_entry_id
         )
-        if not is_commit and self.next_entry_id == self.manifest.next_entry_id:
-            self._write_access_counts()
-            return False
-        written: list[ShardInfo] = []
-        try:
-            self._write_pending(config, written)
-            records = table.records(new_rows)
-            pieces = self._access_pieces()
-            if len(new_rows):
-                pieces.append((n_before * table.dtype.itemsize, [memoryview(records).cast("B")]))
-            if pieces:
-                self._directory.update_file(ENTRIES_NAME, pieces)
-            self._directory.sync()
-            known = {
-                shard.number: shard
-                for shard in (*self.manifest.shards, *self._spilled.values(), *written)
-            }
-            shards = tuple(
-                shard for number, shard in sorted(known.items()) if self._live.get(number, 0)
-            )
+        if not is_commit and not pieces:
+            return None
+        batches = list(self._assigned(config))
+        records = table.records(np.arange(n_before, n_after))
+        if len(records):
+            pieces.append((n_before * table.dtype.itemsize, [memoryview(records).cast("B")]))
+        manifest = None
+        shards = (*self.manifest.shards, *self._spilled.values())
+        if is_commit:
             manifest = self._next(
                 config=config,
-                n_records=n_before + len(new_rows),
+                n_records=n_after,
                 entries_crc=tuple(extend_checksums(self.manifest.entries_crc, n_before, records)),
-                shards=shards,
+                shards=tuple(shard for shard in shards if self.live.get(shard.number, 0)),
                 dead=dead_ranges(table.alive[:n_before]),
             )
-            self._commit(manifest)
-        except BaseException as error:
-            self._failed(error, written)
-            raise
-        self.pending.clear()
-        self._pending_size = 0
-        self._spilled.clear()
-        self.accessed.clear()
-        self._settle(manifest, {number for number in known if not self._live.get(number, 0)})
-        table.drop_dead_new()
-        if len(new_rows):
-            table.committed(manifest.n_records, self._io)
-        return True
+        flush = Flush(
+            manifest=manifest,
+            batches=batches,
+            pieces=pieces,
+            dead_shards=[shard.number for shard in shards if not self.live.get(shard.number, 0)],
+            spilled=self._spilled,
+            accessed=self.accessed,
+            marked=self._marked,
+        )
+        self.flushing, self.pending, self._pending_size = self.pending, {}, 0
+        self._spilled, self.accessed, self._marked = {}, set(), False
+        return flush
+
+    def write(self, flush: Flush) -> None:
+        """Write and commit; needs no lock but the one that keeps other commits out."""
+        for number, entries in flush.batches:
+            flush.written.append(self._write_shard(number, entries))
+        if flush.pieces:
+            self._directory.update_file(ENTRIES_NAME, flush.pieces)
+        if flush.manifest is not None:
+            self._directory.sync()
+            shards = sorted((*flush.manifest.shards, *flush.written), key=lambda one: one.number)
+            flush.manifest = flush.manifest.replace(shards=tuple(shards))
+            self._commit(flush.manifest)
+
+    def finish(self, flush: Flush) -> None:
+        """Take note that a flush is committed."""
+        self.flushing = {}
+        if flush.manifest is not None:
+            self.table.committed(flush.manifest.n_records, self._io)
+            self._settle(flush.manifest, flush.dead_shards)
+
+    def fail(self, flush: Flush, error: BaseException) -> None:
+        """Take back what a failed flush did not commit; it stays to be flushed again."""
+        if not self._undo(error, flush.written):
+            return  # what is being flushed stays readable from memory
+        for number, _ in flush.batches:
+            self.live.pop(number, None)
+        taken = [one for one in self.flushing if self.table.find(one) is not None]
+        self.pending = {one: self.flushing[one] for one in taken} | self.pending
+        self.flushing = {}
+        self._pending_size = sum(map(_shard_bytes, self.pending.values()))
+        self._spilled = {**flush.spilled, **self._spilled}
+        self.accessed |= flush.accessed
+        self._marked |= flush.marked
 
     def commit_marks(self) -> None:
         """Commit evictions and deletions alone, which needs no disk space; free what they held."""
@@ -180,7 +251,7 @@ class Writer:
         if not self._marked:
             return
         dead = {
-            shard.number for shard in self.manifest.shards if not self._live.get(shard.number, 0)
+            shard.number for shard in self.manifest.shards if not self.live.get(shard.number, 0)
         }
         try:
             manifest = self._next(
@@ -189,14 +260,15 @@ class Writer:
             )
             self._commit(manifest)
         except BaseException as error:
-            self._failed(error, [])
+            self._undo(error, [])
             raise
+        self._marked = False
         self._settle(manifest, dead)
 
     def compact(
         self, victims: Collection[int], signed: dict[int, tuple[Bytes, int]] | None = None
     ) -> None:
-        """Commit a generation without dead records. Everything must have been flushed.
+        """Commit a generation without dead records; what was not flushed stays so.
 
         Parameters
         ----------
@@ -206,22 +278,24 @@ class Writer:
             New signatures of some entries, by id.
         """
         self.check()
-        rows = self.table.alive_rows()
+        rows = np.flatnonzero(self.table.alive[: self.table.n_committed])
         table = self.table.compacted(rows)
-        for entry_id, (_, padding) in (signed or {}).items():
-            table.columns["padding"][table.find(entry_id)] = padding
+        for entry_id, (signature, padding) in (signed or {}).items():
+            table.sign(entry_id, signature, padding)
         written: list[ShardInfo] = []
         name = ""
         try:
-            moved = np.isin(table.column("shard_idx"), np.array(sorted(victims), np.uint32))
-            for info, at in self._rewritten(table, np.flatnonzero(moved)):
+            column = table.columns["shard_idx"][: len(rows)]
+            moved = np.flatnonzero(np.isin(column, np.array(sorted(victims), np.uint32)))
+            for info, at in self._rewritten(table, moved):
                 written.append(info)
-                table.columns["shard_idx"][at] = info.number
-            live = {int(number) for number in np.unique(table.column("shard_idx"))}
+                column[at] = info.number
+            numbers, counts = np.unique(column, return_counts=True)
+            live: dict[int, int] = dict(zip(numbers.tolist(), counts.tolist(), strict=True))
             known = {shard.number: shard for shard in (*self.manifest.shards, *written)}
             manifest = self._next(
                 n_records=len(rows),
-                shards=tuple(known[number] for number in sorted(live)),
+                shards=tuple(known[number] for number in live),
                 dead=(),
             )
             name = manifest.entries_name
@@ -234,81 +308,18 @@ class Writer:
             # Else a later commit could survive a crash that this rename does not.
             self._directory.sync()
         except BaseException as error:
-            self._failed(error, written, name)
+            self._undo(error, written, name)
             raise
         self.table = table
-        table.committed(len(rows), self._io)
-        numbers, counts = np.unique(table.column("shard_idx"), return_counts=True)
-        self._live = dict(zip(numbers.tolist(), counts.tolist(), strict=True))
-        self.accessed.clear()
-        self._settle(manifest, known.keys() - live)
-
-    def worn_shards(self) -> set[int]:
-        """Return the committed shards that hold dead entries."""
-        return {
-            shard.number
-            for shard in self.manifest.shards
-            if self._live.get(shard.number, 0) < shard.entries
-        }
-
-    def small_shards(self, config: Config, more_than: int = 1) -> set[int]:
-        """Return small shards of like size to merge, none unless more than `more_than` are small.
-
-        Like sizes together, so that a byte is moved a logarithmic number of times before it rests.
-        """
-        small = sorted(
-            (s.size, s.number) for s in self.manifest.shards if s.size < config.shard_max_bytes // 4
-        )
-        if len(small) <= more_than:
-            return set()
-        total, chosen = 0, set()
-        for size, number in small:
-            if total and size > 2 * total:
-                break
-            total += size
-            chosen.add(number)
-        return chosen if len(chosen) > 1 else set()
-
-    def due(self, config: Config) -> set[int] | None:
-        """Return the shards that are worth rewriting now, None while a compaction is not worth it.
-
-        A compaction rewrites all records, so it waits until enough has gathered to pay for it: dead
-        records or dead bytes of half of what is alive, or so many ranges or small shards that
-        index.json, written at each commit, would grow with the number of entries and not with its
-        square root.
-        """
-        many = max(256, 4 * isqrt(self.table.n_committed))
-        small = (
-            self.small_shards(config, more_than=many) if len(self.manifest.shards) > many else set()
-        )
-        worn = {
-            s.number: s
-            for s in self.manifest.shards
-            if 4 * self._live.get(s.number, 0) <= 3 * s.entries
-        }
-        dead_bytes = sum(
-            s.size * (s.entries - self._live.get(s.number, 0)) // s.entries for s in worn.values()
-        )
-        live_bytes = sum(s.size for s in self.manifest.shards) - dead_bytes
-        is_due = (
-            self.dead_records > max(1024, self.table.n_alive // 2)
-            or len(self.manifest.dead) > 4 * many
-            or dead_bytes > max(1 << 20, live_bytes // 2)
-        )
-        return worn.keys() | small if is_due or small else None
-
-    @property
-    def dead_records(self) -> int:
-        """Number of committed records of dead entries."""
-        n = self.table.n_committed
-        return n - int(np.count_nonzero(self.table.alive[:n]))
+        self.live = live | {number: self.live[number] for number in self._spilled}
+        self._marked = False
+        self._settle(manifest, known.keys() - live.keys())
 
     @property
     def unflushed_bytes(self) -> int:
         """Bytes of tensors that no commit names."""
-        return sum(map(_nbytes, self.pending.values())) + sum(
-            shard.size for shard in self._spilled.values()
-        )
+        unwritten = (*self.pending.values(), *self.flushing.values())
+        return sum(map(_nbytes, unwritten)) + sum(one.size for one in self._spilled.values())
 
     # -- pieces -----------------------------------------------------------------------------------
 
@@ -338,10 +349,10 @@ class Writer:
     def _settle(self, manifest: Manifest, dead: Collection[int]) -> None:
         """Take over a manifest that is committed and remove the shards that it no longer names."""
         self.manifest = manifest
-        self._marked = self._committing = False
+        self._committing = False
         for number in dead:
             self._pool.forget(number)
-            self._live.pop(number, None)
+            self.live.pop(number, None)
             self._directory.remove(shard_name(number))
         self._renew_reserve()
 
@@ -356,23 +367,28 @@ class Writer:
         except StoreIOError:
             self._reserve = 0  # no space now: the next commit tries again
 
-    def _write_pending(self, config: Config, written: list[ShardInfo]) -> None:
-        """Write the pending tensors to new shards, adding each to `written`."""
+    def _assigned(self, config: Config) -> Iterator[tuple[int, list[tuple[int, list[Tensor]]]]]:
+        """Divide the pending entries among shards whose numbers were never used."""
         for entries in _batches(self.pending.items(), config.shard_max_bytes):
-            info = self._write_shard(entries)
-            written.append(info)
-            self._live[info.number] = len(entries)
+            number = self._new_number()
             for entry_id, _ in entries:
                 row = self.table.find(entry_id)
                 assert row is not None
-                self.table.columns["shard_idx"][row] = info.number
+                self.table.columns["shard_idx"][row] = number
+            self.live[number] = len(entries)
+            yield number, entries
 
-    def _write_shard(self, entries: Sequence[tuple[int, Sequence[Tensor]]]) -> ShardInfo:
+    def _new_number(self) -> int:
         number = self._next_shard
         if number >= 1 << 32:
             raise StoreIOError("all shard numbers are used: export the entries to a new store")
-        info, header = write_shard(self._directory, number, entries)
         self._next_shard = number + 1
+        return number
+
+    def _write_shard(
+        self, number: int, entries: Sequence[tuple[int, Sequence[Tensor]]]
+    ) -> ShardInfo:
+        info, header = write_shard(self._directory, number, entries)
         self._pool.add(info, header)
         return info
 
@@ -380,7 +396,7 @@ class Writer:
         """Copy the tensors of some rows to new shards; yield each with its rows."""
         at = 0
         for batch in _batches(self._stored(table, rows), self.manifest.config.shard_max_bytes):
-            yield self._write_shard(batch), rows[at : at + len(batch)]
+            yield self._write_shard(self._new_number(), batch), rows[at : at + len(batch)]
             at += len(batch)
 
     def _stored(self, table: EntryTable, rows: Rows) -> Iterator[tuple[int, list[Tensor]]]:
@@ -417,26 +433,17 @@ class Writer:
             pieces.append((row * self.table.dtype.itemsize + 28, [count.to_bytes(4, "little")]))
         return pieces
 
-    def _write_access_counts(self) -> None:
-        pieces = self._access_pieces()
-        if pieces:
-            try:
-                self._directory.update_file(ENTRIES_NAME, pieces)
-            except BaseException as error:
-                self._failed(error, [])
-                raise
-        self.accessed.clear()
+    def _undo(self, error: BaseException, written: Sequence[ShardInfo], records: str = "") -> bool:
+        """Remove what an attempt wrote that reached no commit.
 
-    def _failed(
-        self, error: BaseException, written: Sequence[ShardInfo], records: str = ""
-    ) -> None:
-        """Undo an attempt that reached no commit; refuse to go on after one that may have."""
+        One that may have reached it leaves everything, and a writer that refuses to go on: False.
+        """
         if self._committing or isinstance(error, UnknownOutcomeError):
             self.failure = error
-            return
+            return False
         for info in written:
             self._pool.forget(info.number)
-            self._live.pop(info.number, None)
+            self.live.pop(info.number, None)
             self._directory.remove(shard_name(info.number))
         if records:
             self._directory.remove(records)
@@ -446,6 +453,7 @@ class Writer:
                 self._directory.truncate_file(ENTRIES_NAME, committed)
         except (OSError, StoreIOError, CorruptStoreError):
             pass  # a tail that no commit names: ignored by readers, cut at the next open
+        return True
 
 
 def _nbytes(tensors: Sequence[Tensor]) -> int:

@@ -334,19 +334,32 @@ class EntryTable:
         self.n_rows = end
 
     def compacted(self, rows: Rows) -> EntryTable:
-        """Return a table of some rows only, as if none were committed."""
+        """Return a table of some committed rows, as the records of a new file, and the new rows."""
+        self.drop_dead_new()
+        kept = np.concatenate((rows, np.arange(self.n_committed, self.n_rows)))
         table = EntryTable.__new__(EntryTable)
         table.dtype = self.dtype
-        table.columns = {name: self.columns[name][rows] for name in _NAMES}
-        table.alive = np.ones(len(rows), np.bool_)
-        table.n_rows = len(rows)
-        table.n_committed = 0
+        table.columns = {name: self.columns[name][kept] for name in _NAMES}
+        table.alive = self.alive[kept]
+        table.n_rows = len(kept)
+        table.n_committed = len(rows)
         table._directory = self._directory
         table._records = None
-        table._first_new = 0
-        table._new = [self._new[row] for row in rows.tolist()] if not self._first_new else []
+        # Either all signatures are in memory or those of committed rows are in the file.
+        in_file = self._first_new > 0
+        table._first_new = len(rows) if in_file else 0
+        in_memory = kept[len(rows) :] - self._first_new if in_file else kept
+        table._new = [self._new[row] for row in in_memory.tolist()]
         table._recount()
         return table
+
+    def sign(self, entry_id: int, signature: Bytes, padding: int) -> None:
+        """Give a live entry another signature; one that is in the file must be written there."""
+        row = self.find(entry_id)
+        assert row is not None
+        self.columns["padding"][row] = padding
+        if row >= self._first_new:
+            self._new[row - self._first_new] = signature
 
     def _recount(self) -> None:
         mask = self.alive[: self.n_rows]

@@ -59,9 +59,11 @@ class Calibration:
     mean_query: str = ""
 
     @staticmethod
-    def pack(mean: npt.NDArray[np.float32]) -> str:
-        """Return the text of a mean."""
-        return base64.b64encode(mean.astype("<f4").tobytes()).decode("ascii")
+    def pack(mean: npt.NDArray[np.float32] | None) -> str:
+        """Return the text of a mean, empty for none."""
+        return (
+            "" if mean is None else base64.b64encode(mean.astype("<f4").tobytes()).decode("ascii")
+        )
 
     @staticmethod
     def unpack(text: str) -> npt.NDArray[np.float32]:

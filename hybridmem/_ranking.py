@@ -182,7 +182,8 @@ def spread(
             places.add(at)
         chosen.append(entry_id)
         room -= 1
-    return chosen
+    # A second stage may have left some of the newest out of what is ranked.
+    return chosen + [entry_id for entry_id in newest[:top_k] if entry_id not in chosen]
 
 
 def _run_length(places: set[int], at: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import warnings
 import weakref
@@ -12,7 +13,7 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from hybridmem import _arrays, _snapshot
+from hybridmem import _arrays, _snapshot, _wear
 from hybridmem._codec import Codec, Tensor
 from hybridmem._entries import EntryTable
 from hybridmem._fileio import Directory
@@ -23,7 +24,7 @@ from hybridmem._signatures import Signatures
 from hybridmem.errors import StoreClosedError
 from hybridmem.results import Entry, Hit, Stats
 
-__all__ = ["Reader"]
+__all__ = ["Reader", "entry_number"]
 
 Floats = npt.NDArray[np.float32]
 Self = TypeVar("Self", bound="Reader")
@@ -238,6 +239,7 @@ class Reader:
         self, layer: int, ids: list[int], query: Floats, top_k: int, ranking: Ranking
     ) -> list[int]:
         """Apply what follows the search by signatures to the ids it found."""
+        found = set(ids)
         if ranking.rerank is not None and ids:
             looked_at = ids[: ranking.depth(top_k)]
             if ranking.rerank == "late":
@@ -249,8 +251,7 @@ class Reader:
         if not ranking.max_run and not ranking.newest:
             return ids
         layer_ids = self._table.column("entry_id")[self._table.alive_rows(layer)]
-        allowed = set(ids)
-        newest = [one for one in reversed(layer_ids.tolist()) if one in allowed][: ranking.newest]
+        newest = [one for one in reversed(layer_ids.tolist()) if one in found][: ranking.newest]
         return spread(
             ids, top_k, ranking, lambda entry_id: int(np.searchsorted(layer_ids, entry_id)), newest
         )
@@ -269,7 +270,7 @@ class Reader:
         """
         with self._lock:
             self._check_open()
-            row = self._row(_entry_id(entry_id))
+            row = self._row(entry_number(entry_id))
             ((_, signature),) = self._table.signatures(np.array([row]))
             columns = self._table.columns
             return Entry(
@@ -288,13 +289,25 @@ class Reader:
     def _fields(self, row: int) -> dict[str, Any]:
         columns = self._table.columns
         fields = {name: columns[name][row].item() for name in _ENTRY_FIELDS}
-        tensors = self._unwritten(fields["entry_id"])
-        if tensors is None:
-            tensors = self._pool.load(int(columns["shard_idx"][row]), fields["entry_id"])
         fields["keys"], fields["values"] = self._codec.decode(
-            tensors, fields["n_tokens"], self.config.embed_dim
+            self._tensors(row), fields["n_tokens"], self.config.embed_dim
         )
         return fields
+
+    def _tensors(self, row: int) -> list[Tensor]:
+        """Return the stored tensors of an entry, which fit its record."""
+        columns = self._table.columns
+        entry_id = int(columns["entry_id"][row])
+        tensors = self._unwritten(entry_id)
+        if tensors is None:
+            number = int(columns["shard_idx"][row])
+            tensors = self._pool.load(number, entry_id)
+            wrong = self._codec.mismatch(
+                tensors, int(columns["n_tokens"][row]), self.config.embed_dim
+            )
+            if wrong is not None:
+                raise self._pool.corrupt(number, f"entry {entry_id}: {wrong}")
+        return tensors
 
     def _unwritten(self, entry_id: int) -> list[Tensor] | None:
         """Return the tensors of an entry that is in no shard yet."""
@@ -354,7 +367,7 @@ class Reader:
         with self._lock:
             self._check_open()
             table = self._table
-            dead, live = _snapshot.disk_shares(self._manifest, table)
+            dead, live = _wear.disk_shares(self._manifest, table)
             return Stats(
                 entries=table.n_alive,
                 entries_by_layer=dict(sorted(table.layers().items())),
@@ -438,7 +451,16 @@ class Reader:
         self._pool.after_fork()
 
 
-def _entry_id(value: Any) -> int:
+def _after_fork_in_child() -> None:
+    for store in list(Reader.open_stores):
+        store._after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def entry_number(value: Any) -> int:
     """Return an id that is asked for; any integer may be, and is in no store if it is negative."""
     try:
         return _arrays.count(value, "entry_id", 0)

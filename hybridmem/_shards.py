@@ -176,7 +176,7 @@ class ShardPool:
             header = self._headers[number]
             row = header.find(entry_id)
             if row is None:
-                raise self._corrupt(number, f"it does not hold entry {entry_id}")
+                raise self.corrupt(number, f"it does not hold entry {entry_id}")
             verified = self._verified[number]
             tensors = []
             for column, suffix in enumerate(SUFFIXES):
@@ -187,7 +187,7 @@ class ShardPool:
                 raw = self._bytes(opened, number, start, length)
                 if opened.data is None or not verified[row, column]:
                     if crc32c(raw) != int(header.crc[row, column]):
-                        raise self._corrupt(
+                        raise self.corrupt(
                             number,
                             f"tensor {suffix} of entry {entry_id} does not match its checksum",
                             start,
@@ -226,11 +226,11 @@ class ShardPool:
                     f"{self._directory.path / name} was removed by the writer; "
                     "refresh() and ask again"
                 ) from None
-            raise self._corrupt(number, "it is missing") from None
+            raise self.corrupt(number, "it is missing") from None
         keep = False
         try:
             if size != info.size:
-                raise self._corrupt(
+                raise self.corrupt(
                     number, f"it has {size} bytes, index.json says {info.size}", size
                 )
             data = None
@@ -252,17 +252,17 @@ class ShardPool:
         head = _Open(opened.data, fd)
         length = int.from_bytes(self._bytes(head, number, 0, 8).tobytes(), "little")
         if length > min(info.size - 8, MAX_HEADER_BYTES):
-            raise self._corrupt(number, f"its header claims {length} bytes", 0)
+            raise self.corrupt(number, f"its header claims {length} bytes", 0)
         text = self._bytes(head, number, 0, 8 + length)
         if crc32c(text) != info.header_crc:
-            raise self._corrupt(number, "its header does not match its checksum", 0)
+            raise self.corrupt(number, "its header does not match its checksum", 0)
         if number not in self._headers:
             try:
                 header = parse_header(text[8:].tobytes(), info.size - 8 - length)
             except ValueError as error:
-                raise self._corrupt(number, str(error), 0) from None
+                raise self.corrupt(number, str(error), 0) from None
             if len(header.ids) != info.entries:
-                raise self._corrupt(
+                raise self.corrupt(
                     number, f"it holds {len(header.ids)} entries, index.json says {info.entries}"
                 )
             if opened.data is not None:
@@ -280,9 +280,9 @@ class ShardPool:
         except FileNotFoundError:
             return  # removed since it was opened here; the map stays valid
         except (SafetensorError, OSError) as error:
-            raise self._corrupt(number, f"safetensors refuses it: {error}") from None
+            raise self.corrupt(number, f"safetensors refuses it: {error}") from None
         if count != int((header.length >= 0).sum()):
-            raise self._corrupt(
+            raise self.corrupt(
                 number, f"safetensors finds {count} tensors in it, its header names others"
             )
 
@@ -292,7 +292,7 @@ class ShardPool:
         raw = np.empty(length, np.uint8)
         name = shard_name(number)
         if self._directory.read_into(opened.fd, memoryview(raw), start, name) < length:
-            raise self._corrupt(number, "it was cut short", start)
+            raise self.corrupt(number, "it was cut short", start)
         raw.flags.writeable = False
         return raw
 
@@ -300,6 +300,7 @@ class ShardPool:
         if opened.fd >= 0:
             self._directory.close_file(opened.fd)
 
-    def _corrupt(self, number: int, why: str, offset: int | None = None) -> CorruptStoreError:
+    def corrupt(self, number: int, why: str, offset: int | None = None) -> CorruptStoreError:
+        """Return the error for a shard that is damaged."""
         path = str(self._directory.path / shard_name(number))
         return CorruptStoreError(f"{path} is damaged: {why}", path=path, offset=offset)

@@ -13,7 +13,10 @@ from hybridmem._manifest import Calibration
 from hybridmem.config import Config
 from hybridmem.hdc import centred, mean_pool, sign_entry, sign_query
 
-__all__ = ["Signatures"]
+__all__ = ["Signatures", "first_mean"]
+
+#: Tokens whose mean a layer is centred by where none is given.
+_CALIBRATION_TOKENS = 4096
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
@@ -66,17 +69,34 @@ class Signatures:
         )
         return signature, int(norm.view(np.uint32))
 
-    def recalibrated(self, layers: Iterable[Calibration]) -> Signatures:
-        """Return what makes the signatures of the same configuration with other centres."""
+    def made_anew(
+        self,
+        layers: Iterable[Calibration],
+        layer: int,
+        entries: Iterable[tuple[int, Floats, Bytes]],
+    ) -> dict[int, tuple[Bytes, int]]:
+        """Return the signatures and paddings that a layer's entries have with other centres.
+
+        Parameters
+        ----------
+        layers : iterable of Calibration
+            The other centres.
+        entries : iterable of (entry_id, keys, signature)
+            Keys as stored, and the present signature.
+        """
         other = Signatures(self._config)
         other.calibrate(layers)
-        return other
-
-    def were_made_of(self, layer: int, keys: Floats, signature: Bytes) -> bool:
-        """Whether a signature was made of these keys, which may have been rounded since."""
-        # Rounding turns a few bits near zero; keys in another space turn half of them.
-        made, _ = self.of_entry(layer, keys)
-        return int(np.unpackbits(made ^ signature).sum()) <= self.spec.hdc_dim // 16
+        made = {}
+        for entry_id, keys, signature in entries:
+            # Stored keys may be rounded, which turns a few bits near zero; other keys turn half.
+            turned = int(np.unpackbits(self.of_entry(layer, keys)[0] ^ signature).sum())
+            if turned > self.spec.hdc_dim // 16:
+                raise ValueError(
+                    f"entry {entry_id} of layer {layer} was put with index_keys, which are not "
+                    "stored: calibrate a layer before its first entry"
+                )
+            made[entry_id] = other.of_entry(layer, keys)
+        return made
 
     def of_query(self, layer: int, rows: Floats) -> Bytes:
         """Return the signatures of a query, uint8 [n, bits/8]."""
@@ -142,3 +162,18 @@ class Signatures:
         """Forget the indexes: the snapshot is another one."""
         self.removals += 1
         self._layers.clear()
+
+
+def first_mean(keys: Iterable[Floats]) -> Floats:
+    """Return the mean of the first stored keys of a layer."""
+    parts: list[Floats] = []
+    n_tokens = 0
+    for part in keys:
+        parts.append(part)
+        n_tokens += len(part)
+        if n_tokens >= _CALIBRATION_TOKENS:
+            break
+    if not parts:
+        raise ValueError("keys: the layer stores none to take the mean of; give some")
+    mean: Floats = mean_pool(np.concatenate(parts))[0]
+    return mean

@@ -5,8 +5,6 @@ from __future__ import annotations
 import secrets
 from typing import NamedTuple
 
-import numpy as np
-
 from hybridmem._entries import ENTRIES_NAME, EntryTable
 from hybridmem._fileio import Directory, is_temporary
 from hybridmem._format import shard_number
@@ -15,7 +13,7 @@ from hybridmem._shards import check_files
 from hybridmem.config import Config
 from hybridmem.errors import CorruptStoreError
 
-__all__ = ["Loaded", "disk_shares", "initialise", "load", "recover"]
+__all__ = ["Loaded", "initialise", "load", "recover"]
 
 
 def initialise(directory: Directory, config: Config) -> Manifest:
@@ -92,17 +90,3 @@ def recover(directory: Directory, loaded: Loaded) -> None:
         return
     if size > manifest.n_records * table.dtype.itemsize:
         directory.truncate_file(ENTRIES_NAME, manifest.n_records * table.dtype.itemsize)
-
-
-def disk_shares(manifest: Manifest, table: EntryTable) -> tuple[int, int]:
-    """Return the bytes of shards and records on disk that dead and live entries hold.
-
-    The tensors of a shard are taken to be of equal size where some of its entries are dead.
-    """
-    n = min(manifest.n_records, table.n_rows)
-    alive = table.alive[:n]
-    numbers, counts = np.unique(table.column("shard_idx")[:n][alive], return_counts=True)
-    live = dict(zip(numbers.tolist(), counts.tolist(), strict=True))
-    dead = sum(s.size * (s.entries - live.get(s.number, 0)) // s.entries for s in manifest.shards)
-    dead += int(n - np.count_nonzero(alive)) * table.dtype.itemsize
-    return dead, sum(s.size for s in manifest.shards) + n * table.dtype.itemsize - dead

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import os
+import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from hybridmem import _arrays, _chunks, _commit, _limits, _snapshot
+from hybridmem import _arrays, _chunks, _commit, _snapshot, _wear
+from hybridmem._background import Background
 from hybridmem._chunks import Chunk
 from hybridmem._codec import Tensor
 from hybridmem._entries import Bytes
-from hybridmem._eviction import EvictionQueue, lowest_rows
+from hybridmem._eviction import lowest_rows
 from hybridmem._fileio import Directory
+from hybridmem._limits import Limits
 from hybridmem._manifest import Calibration
-from hybridmem._reading import Floats, Reader, _entry_id
-from hybridmem._signatures import Signatures
+from hybridmem._reading import Floats, Reader, entry_number
+from hybridmem._signatures import first_mean
 from hybridmem.errors import ReadOnlyError, StoreFullError, StoreIOError
 from hybridmem.hdc import mean_pool
 from hybridmem.results import Hit
@@ -26,8 +28,6 @@ from hybridmem.results import Hit
 __all__ = ["Store"]
 
 _MAX_ACCESS = (1 << 32) - 1
-#: Tokens whose mean a layer is centred by where none is given.
-_CALIBRATION_TOKENS = 4096
 
 
 class Store(Reader):
@@ -54,16 +54,11 @@ class Store(Reader):
         self.mode = mode
         self._forked = self._unflushable = False
         self._writer: _commit.Writer | None = None
-        self._eviction = EvictionQueue()
+        #: Held by whoever commits, and taken before the store's lock.
+        self._commit_lock = threading.RLock()
+        self._background = Background()
         super().__init__(directory, io, limits, loaded)
-        tokens, counts = np.unique(
-            loaded.table.column("n_tokens")[loaded.table.alive_rows()], return_counts=True
-        )
-        #: Bytes of the tensors of all live entries.
-        self._payload = sum(
-            count * self._codec.nbytes(n, self.config.embed_dim)
-            for n, count in zip(tokens.tolist(), counts.tolist(), strict=True)
-        )
+        self._limits = Limits(self.config, self._codec, self._table)
         if mode == "r+":
             self._writer = _commit.Writer(directory, loaded.manifest, loaded.table, self._pool, io)
 
@@ -106,9 +101,9 @@ class Store(Reader):
         layer = _arrays.layer_index(layer_idx)
         weight = _arrays.importance(importance)
         chunk = self._prepared(layer, keys, values, index_keys)
+        self._make_room([chunk])
         with self._lock:
             writer = self._writing()
-            self._make_room(writer, [chunk])
             entry_id = self._insert(writer, chunk, layer, weight)
             self._keep_limits(spare=entry_id)
             return entry_id
@@ -151,9 +146,9 @@ class Store(Reader):
             self._prepared(layer, keys, values, index, f"entry {at}: ")
             for at, ((keys, values), index) in enumerate(zip(pairs, indexed, strict=True))
         ]
+        self._make_room(chunks)  # what can fail comes before the first is inserted
         with self._lock:
             writer = self._writing()
-            self._make_room(writer, chunks)  # what can fail comes before the first is inserted
             ids = [
                 self._insert(writer, chunk, layer, weight)
                 for chunk, weight in zip(chunks, weights, strict=True)
@@ -171,25 +166,24 @@ class Store(Reader):
             self._codec, self._signatures, layer, width, keys, values, index_keys, where
         )
 
-    def _make_room(self, writer: _commit.Writer, chunks: Sequence[Chunk]) -> None:
+    def _make_room(self, chunks: Sequence[Chunk]) -> None:
         """Refuse what no store could hold; write pending tensors that fill a shard."""
-        limit = self.config.max_disk_bytes
-        if limit:
-            for chunk in chunks:
-                smallest = _limits.disk_estimate(self.config, writer.index_bytes, 1, chunk.nbytes)
-                if smallest > limit:
-                    raise ValueError(
-                        f"keys and values of {chunk.n_tokens} tokens take a store of {smallest} "
-                        f"bytes, more than max_disk_bytes={limit}; put fewer tokens at a time "
-                        "or raise the limit"
-                    )
-        if not chunks or writer.room_for(chunks[0].tensors, self.config):
-            return
-        # Where the directory must not grow they stay in memory, which the same limit bounds.
-        if not limit or self._directory.total_bytes() + writer.unflushed_bytes <= limit:
-            self._unflushable = True
-            writer.spill(self.config)
-            self._unflushable = False
+        with self._lock:
+            writer = self._writing()
+            self._limits.check_fit(chunks, writer.index_bytes)
+            if not chunks or writer.room_for(chunks[0].tensors, self.config):
+                return
+        with (
+            self._commit_lock,
+            self._lock,
+        ):  # waits for a flush under way: this bounds what it holds
+            writer = self._writing()
+            limit = self.config.max_disk_bytes
+            # Where the directory must not grow they stay in memory, which the same limit bounds.
+            if not limit or self._directory.total_bytes() + writer.unflushed_bytes <= limit:
+                self._unflushable = True
+                writer.spill(self.config)
+                self._unflushable = False
 
     def _insert(self, writer: _commit.Writer, chunk: Chunk, layer: int, importance: float) -> int:
         entry_id = writer.next_entry_id
@@ -205,9 +199,8 @@ class Store(Reader):
             padding=chunk.padding,
         )
         writer.add(entry_id, chunk.tensors)
-        self._payload += self._codec.nbytes(chunk.n_tokens, self.config.embed_dim)
         self._signatures.add(layer, entry_id, chunk.n_tokens, chunk.signature)
-        self._eviction.added(self._table, row)
+        self._limits.added(self._table, row)
         return entry_id
 
     def calibrate(self, layer_idx: int, *, keys: Any = None, queries: Any = None) -> None:
@@ -241,22 +234,17 @@ class Store(Reader):
             else mean_pool(_arrays.matrix(rows, name, width, vector_ok=True))[0]
             for name, rows in (("keys", keys), ("queries", queries))
         ]
-        with self._lock:
+        with self._commit_lock, self._lock:
             writer = self._writing()
             if layer in self._signatures.centres:
                 raise ValueError(f"layer {layer} is calibrated already, and its means are frozen")
             self.flush()
-            ids = self._table.column("entry_id")[self._table.alive_rows(layer)].tolist()
-            mean_key = given[0] if given[0] is not None else self._stored_mean(layer, ids)
-            calibration = Calibration(
-                layer,
-                Calibration.pack(mean_key),
-                Calibration.pack(given[1]) if given[1] is not None else "",
-            )
+            if given[0] is None:
+                given[0] = first_mean(keys for _, keys, _ in self._signed_entries(layer))
+            calibration = Calibration(layer, *(Calibration.pack(mean) for mean in given))
             before = writer.calibration
             after = tuple(sorted((*before, calibration), key=lambda one: one.layer_idx))
-            made_anew = self._signatures.recalibrated(after)
-            signed = {one: self._signed_anew(made_anew, layer, one) for one in ids}
+            signed = self._signatures.made_anew(after, layer, self._signed_entries(layer))
             writer.calibration = after
             try:
                 if signed:
@@ -269,28 +257,12 @@ class Store(Reader):
             self._signatures.clear()
             self._signatures.calibrate(after)
 
-    def _stored_mean(self, layer: int, ids: list[int]) -> Floats:
-        """Return the mean of the layer's first stored keys."""
-        parts: list[Floats] = []
-        for entry_id in ids:
-            if sum(map(len, parts)) >= _CALIBRATION_TOKENS:
-                break
-            parts.append(self._keys(self._row(entry_id)))
-        if not parts:
-            raise ValueError(f"keys: layer {layer} stores none to take the mean of; give some")
-        mean: Floats = mean_pool(np.concatenate(parts))[0]
-        return mean
-
-    def _signed_anew(self, made_by: Signatures, layer: int, entry_id: int) -> tuple[Bytes, int]:
-        row = self._row(entry_id)
-        keys = np.ascontiguousarray(self._keys(row))
-        ((_, (signature,)),) = self._table.signatures(np.array([row]))
-        if not self._signatures.were_made_of(layer, keys, signature):
-            raise ValueError(
-                f"entry {entry_id} of layer {layer} was put with index_keys, which are not stored: "
-                "calibrate a layer before its first entry"
-            )
-        return made_by.of_entry(layer, keys)
+    def _signed_entries(self, layer: int) -> Iterator[tuple[int, Floats, Bytes]]:
+        """Yield id, stored keys and signature of each entry of a layer."""
+        ids = self._table.column("entry_id")
+        for rows, signatures in self._table.signatures(self._table.alive_rows(layer)):
+            for row, signature in zip(rows.tolist(), signatures, strict=True):
+                yield int(ids[row]), np.ascontiguousarray(self._keys(row)), signature
 
     # -- removing ---------------------------------------------------------------------------------
 
@@ -304,7 +276,7 @@ class Store(Reader):
         """
         with self._lock:
             writer = self._writing()
-            self._kill(writer, self._row(_entry_id(entry_id)))
+            self._kill(writer, self._row(entry_number(entry_id)))
 
     def evict(self, target_entries: int) -> int:
         """Evict entries until no more than `target_entries` are left; committed on return.
@@ -318,7 +290,7 @@ class Store(Reader):
             The number evicted.
         """
         target = _arrays.count(target_entries, "target_entries", 0)
-        with self._lock:
+        with self._commit_lock, self._lock:
             writer = self._writing()
             is_full = False
             try:
@@ -343,7 +315,7 @@ class Store(Reader):
         int
             The bytes given back.
         """
-        with self._lock:
+        with self._commit_lock, self._lock:
             writer = self._writing()
             before = self._directory.total_bytes()
             try:
@@ -351,8 +323,9 @@ class Store(Reader):
             except StoreFullError:
                 writer.commit_marks()
                 self._flush(writer)
-            victims = writer.worn_shards() | writer.small_shards(self.config)
-            if victims or writer.dead_records:
+            manifest = writer.manifest
+            victims = _wear.worn(manifest, writer.live) | _wear.scattered(manifest, self.config)
+            if victims or _wear.dead_records(self._table):
                 self._compact(writer, victims)
             return max(0, before - self._directory.total_bytes())
 
@@ -374,30 +347,27 @@ class Store(Reader):
         layer, entry_id = int(columns["layer_idx"][row]), int(columns["entry_id"][row])
         n_tokens = int(columns["n_tokens"][row])
         writer.kill(row)
-        self._payload -= self._codec.nbytes(n_tokens, self.config.embed_dim)
+        self._limits.removed(n_tokens)
         self._signatures.remove(layer, entry_id)
 
     def _keep_limits(self, spare: int) -> None:
         """Evict what exceeds the limits, entries from id `spare` on excepted."""
-        table, config, writer = self._table, self.config, self._writing()
-        while (config.max_entries and table.n_alive > config.max_entries) or (
-            config.max_disk_bytes and self._disk_estimate(writer) > config.max_disk_bytes
-        ):
-            row = self._eviction.pop(table, spare)
-            if row is None:
-                return
+        writer = self._writing()
+        while (row := self._limits.victim(self._table, writer.index_bytes, spare)) is not None:
             self._evict(writer, row)
-
-    def _disk_estimate(self, writer: _commit.Writer) -> int:
-        """Return an upper bound of the directory's size with the live entries alone."""
-        return _limits.disk_estimate(
-            self.config, writer.index_bytes, self._table.n_alive, self._payload
-        )
 
     # -- committing -------------------------------------------------------------------------------
 
-    def flush(self) -> None:
-        """Make everything that was put, deleted and evicted durable; committed on return.
+    def flush(self, wait: bool = True) -> None:
+        """Make everything that was put, deleted and evicted durable.
+
+        Queries and puts go on meanwhile.
+
+        Parameters
+        ----------
+        wait : bool, default True
+            Whether it is committed on return. Otherwise a thread commits it: a later `flush()`
+            or `close` waits for that, and an error is raised by the next call that writes.
 
         Raises
         ------
@@ -407,30 +377,50 @@ class Store(Reader):
         StoreIOError
             If a write or a sync failed.
         """
-        with self._lock:
-            writer = self._writing()
+        self._writing()
+        if not wait:
+            self._background.submit(self._flush_and_tidy)
+        else:
+            self._flush_and_tidy()
+
+    def _flush_and_tidy(self) -> None:
+        with self._commit_lock:
+            writer = self._writer
+            assert writer is not None
             self._flush(writer)
-            victims = writer.due(self.config)
-            if victims is not None:
-                # Only tidying up: on a full disk it is tried again when more has gathered.
-                with contextlib.suppress(StoreFullError):
-                    self._compact(writer, victims)
+            with self._lock:
+                victims = _wear.due(writer.manifest, writer.live, self._table, self.config)
+                if victims is not None:
+                    # Only tidying up: where space is short it is tried again when more gathered.
+                    with contextlib.suppress(StoreFullError):
+                        self._compact(writer, victims)
 
     def _flush(self, writer: _commit.Writer) -> None:
-        self._keep_limits(spare=writer.next_entry_id)
-        self._unflushable = True
-        writer.flush(self.config)
-        self._manifest = writer.manifest
-        if self.config.max_disk_bytes:
-            self._keep_disk_limit(writer)
-        self._unflushable = False
+        with self._lock:
+            self._keep_limits(spare=writer.next_entry_id)
+            self._unflushable = True
+            flush = writer.begin(self.config)
+        if flush is not None:
+            try:
+                writer.write(flush)
+            except BaseException as error:
+                with self._lock:
+                    writer.fail(flush, error)
+                raise
+        with self._lock:
+            if flush is not None:
+                writer.finish(flush)
+                self._manifest = writer.manifest
+            if self.config.max_disk_bytes:
+                self._keep_disk_limit(writer)
+            self._unflushable = False
 
     def _keep_disk_limit(self, writer: _commit.Writer) -> None:
         """Bring the directory below max_disk_bytes: first by compaction, then by eviction."""
         limit = self.config.max_disk_bytes
         while (size := self._directory.total_bytes()) > limit:
-            victims = writer.worn_shards()
-            if victims or writer.dead_records:
+            victims = _wear.worn(writer.manifest, writer.live)
+            if victims or _wear.dead_records(self._table):
                 self._compact(writer, victims)
                 continue
             if not self._table.n_alive:
@@ -438,11 +428,9 @@ class Store(Reader):
             # A little more than is too much, so that the next flushes need no compaction.
             excess = size - limit + limit // 16
             while excess > 0 and self._table.n_alive:
-                row = self._eviction.pop(self._table, spare=writer.next_entry_id)
+                row = self._limits.first(self._table, spare=writer.next_entry_id)
                 assert row is not None
-                excess -= self._codec.nbytes(
-                    int(self._table.columns["n_tokens"][row]), self.config.embed_dim
-                )
+                excess -= self._limits.entry_bytes(int(self._table.columns["n_tokens"][row]))
                 self._evict(writer, row)
             writer.flush(self.config)
             self._manifest = writer.manifest
@@ -455,20 +443,24 @@ class Store(Reader):
 
     def close(self) -> None:
         """Flush and close; a second close does nothing. Arrays that were handed out stay valid."""
-        with self._lock:
-            try:
+        try:
+            if not (self._closed or self._forked):
+                self._background.close()
+            with self._commit_lock, self._lock:
                 # After a write that failed no promise is left to keep: only let go.
-                if self._writer is not None and not (
-                    self._closed or self._forked or self._unflushable
-                ):
-                    self.flush()
-            finally:
-                super().close()
+                writer = self._writer
+                if writer is not None and not (self._closed or self._forked):
+                    if writer.failure is None and not self._unflushable:
+                        self.flush()
+        finally:
+            super().close()
 
     # -- what a reader lacks ----------------------------------------------------------------------
 
     def _unwritten(self, entry_id: int) -> list[Tensor] | None:
-        return self._writer.pending.get(entry_id) if self._writer is not None else None
+        if self._writer is None:
+            return None
+        return self._writer.pending.get(entry_id) or self._writer.flushing.get(entry_id)
 
     def _unflushed_bytes(self) -> int:
         return self._writer.unflushed_bytes if self._writer is not None else 0
@@ -495,19 +487,12 @@ class Store(Reader):
                 f"{self.path} was opened for writing before this process was forked: "
                 "only the parent may write"
             )
+        self._background.check()
         self._writer.check()
         return self._writer
 
     def _after_fork(self) -> None:
         super()._after_fork()
+        self._commit_lock = threading.RLock()
         self._forked = True
         self._directory.drop_lock()
-
-
-def _after_fork_in_child() -> None:
-    for store in list(Reader.open_stores):
-        store._after_fork()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
