@@ -1,0 +1,211 @@
+"""Where each row of a text is, what it is worth, and which ones a search may give."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hybridmem.integrations import rwkv_x
+from hybridmem.integrations.rwkv_x import _hooks
+
+from .helpers import EVERYTHING, MARKS, TOLERANCE, largest, load, reference, run, text, torch
+
+pytestmark = MARKS
+
+
+def rows_of(path: Path, tokens: list[int], layer: int) -> np.ndarray:
+    """Keys of every token of a text in one attention layer, sorted."""
+    _, state = run(load(path, EVERYTHING), tokens, [len(tokens)])
+    return sort_rows(state["attn"][layer]["k_cache"][0].numpy())
+
+
+def sort_rows(rows: np.ndarray) -> np.ndarray:
+    return rows[np.lexsort(rows.T[::-1])]
+
+
+@pytest.mark.parametrize("pieces", [[130], [50, 1, 1, 40, 38], [1] * 130, [100] + [1] * 30])
+def test_every_row_is_in_one_place(checkpoint: Path, tmp_path: Path, pieces: list[int]) -> None:
+    tokens = text(130)
+    model = load(checkpoint, 8)
+    with rwkv_x.attach(model, tmp_path / "mem", top_k=EVERYTHING, chunk_tokens=8) as memory:
+        _, state = run(model, tokens, pieces)
+        for layer, held in enumerate(state["attn"]):
+            own = held["hybridmem"]
+            places = [held["k_cache"][0].numpy(), own["keys"].numpy()]
+            places += [memory.store.get(number).keys for number in own["entries"].tolist()]
+            assert all(len(entry) == 8 for entry in places[2:])
+            assert len(own["keys"]) < 8
+            found = sort_rows(np.concatenate(places))
+            np.testing.assert_allclose(found, rows_of(checkpoint, tokens, layer), atol=1e-4)
+
+
+def test_no_row_is_attended_to_twice(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last token sees each row of the text once, whatever the search gives again."""
+    tokens = text(121)
+    seen: list[np.ndarray] = []
+    original = _hooks.attend
+
+    def noting(queries: Any, groups: Any) -> Any:
+        seen.append(np.concatenate([g.keys.transpose(0, 1).flatten(1).numpy() for g in groups]))
+        return original(queries, groups)
+
+    model = load(checkpoint, 8)
+    with rwkv_x.attach(model, tmp_path / "mem", top_k=EVERYTHING, chunk_tokens=8, recall="all"):
+        _, state = run(model, tokens[:120], [60, 30] + [1] * 30)
+        monkeypatch.setattr(_hooks, "attend", noting)
+        run(model, tokens[120:], [1], state)
+    assert len(seen) == 2
+    for layer, rows in enumerate(seen):
+        np.testing.assert_allclose(sort_rows(rows), rows_of(checkpoint, tokens, layer), atol=1e-4)
+
+
+@pytest.mark.parametrize("importance", ["upstream", "corrected"])
+def test_importance_is_the_mean_memory_loss(
+    checkpoint: Path, tmp_path: Path, importance: str
+) -> None:
+    tokens = text(50)
+    model = load(checkpoint, 10)
+    losses: list[Any] = []
+    block = model.rwkv.blocks[1]  # the one before the first attention layer
+    original = block.calculate_layer_memory_loss
+
+    def noting(state: Any, k: Any, v: Any) -> Any:
+        plain = original(state, k, v)
+        corrected = _hooks.corrected_loss(block, state, k, v)
+        losses.append((plain, corrected if importance == "corrected" else plain))
+        return plain
+
+    block.calculate_layer_memory_loss = noting
+    with rwkv_x.attach(model, tmp_path / "mem", chunk_tokens=20, importance=importance) as memory:
+        run(model, tokens, [50])
+        entries = [memory.store.get(number) for number in memory.store]
+        first_layer = [entry.importance for entry in entries if entry.layer_idx == 0]
+    ranked, wanted = losses[0]
+    dropped = sorted(set(range(50)) - set(torch.topk(ranked, 10).indices.tolist()))
+    expected = [float(wanted[dropped[:20]].mean()), float(wanted[dropped[20:]].mean())]
+    assert first_layer == pytest.approx(expected, rel=1e-5)
+
+
+def test_decoded_rows_count_as_usual(checkpoint: Path, tmp_path: Path) -> None:
+    model = load(checkpoint, 30)
+    with rwkv_x.attach(model, tmp_path / "mem", chunk_tokens=4) as memory:
+        _, state = run(model, text(30), [30])
+        total, count = state["attn"][0]["hybridmem"]["losses"]
+        assert count == 30
+        run(model, text(4, seed=2), [1] * 4, state)
+        entries = [memory.store.get(number) for number in memory.store]
+    assert entries[0].importance == pytest.approx(total / count, rel=1e-5)
+
+
+def test_decoded_rows_before_any_prefill_count_one(checkpoint: Path, tmp_path: Path) -> None:
+    model = load(checkpoint, 30)
+    with rwkv_x.attach(model, tmp_path / "mem", chunk_tokens=4) as memory:
+        run(model, text(4), [1] * 4)
+        assert [memory.store.get(number).importance for number in memory.store] == [1.0, 1.0]
+
+
+def test_entries_are_consecutive_dropped_tokens(checkpoint: Path, tmp_path: Path) -> None:
+    tokens = text(60)
+    _, everything = run(load(checkpoint, EVERYTHING), tokens, [60])
+    in_order_of_loss = everything["attn"][0]["k_cache"][0]
+    keys = torch.empty_like(in_order_of_loss)
+    keys[_order_of_keep(checkpoint, tokens)] = in_order_of_loss
+    model = load(checkpoint, 8)
+    with rwkv_x.attach(model, tmp_path / "mem", chunk_tokens=10) as memory:
+        _, state = run(model, tokens, [60])
+        kept = state["attn"][0]["hybridmem"]["cached"][:, 0].int().tolist()
+        dropped = [at for at in range(60) if at not in kept]
+        for number, entry_id in enumerate(state["attn"][0]["hybridmem"]["entries"].tolist()):
+            expected = keys[dropped[10 * number : 10 * number + 10]].numpy()
+            np.testing.assert_allclose(memory.store.get(entry_id).keys, expected, atol=1e-5)
+
+
+def _order_of_keep(path: Path, tokens: list[int]) -> Any:
+    model = load(path, EVERYTHING)
+    kept: list[Any] = []
+    block = model.rwkv.blocks[1]
+    original = block.prefill
+
+    def noting(*args: Any) -> Any:
+        result = original(*args)
+        kept.append(result[3])
+        return result
+
+    block.prefill = noting
+    run(model, tokens, [len(tokens)])
+    return kept[0]
+
+
+def test_new_conversation_sees_only_its_own(checkpoint: Path, tmp_path: Path) -> None:
+    tokens = text(80, seed=5)
+    model = load(checkpoint, 8)
+    with rwkv_x.attach(model, tmp_path / "mem", top_k=EVERYTHING, chunk_tokens=8):
+        run(model, text(80), [80])
+        logits, _ = run(model, tokens, [40] + [1] * 40)
+    assert largest(logits - reference(checkpoint, tokens)) < TOLERANCE
+
+
+def test_recall_all_sees_every_conversation(checkpoint: Path, tmp_path: Path) -> None:
+    tokens = text(80, seed=5)
+    model = load(checkpoint, 8)
+    with rwkv_x.attach(
+        model, tmp_path / "mem", top_k=EVERYTHING, chunk_tokens=8, recall="all"
+    ) as memory:
+        run(model, text(80), [80])
+        before = memory.store.stats().hits
+        logits, _ = run(model, tokens[:1], [1])
+        assert memory.store.stats().hits - before == len(memory.store)
+        logits, _ = run(model, tokens, [40] + [1] * 40)
+    assert largest(logits - reference(checkpoint, tokens)) > 0.1
+
+
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_results_do_not_depend_on_the_pieces(checkpoint: Path, tmp_path: Path, top_k: int) -> None:
+    """Few entries of another conversation are found for the same rows however a text is cut."""
+    tokens = text(100, seed=6)
+    cuts = [[100], [50, 50], [1] * 100, [13, 1, 1, 60, 25]]
+    model = load(checkpoint, EVERYTHING)
+    with rwkv_x.attach(model, tmp_path / "a", chunk_tokens=8) as memory:
+        run(model, text(200), [100, 100])
+        assert len(memory.store) > 10
+    options = {"chunk_tokens": 1000, "top_k": top_k, "recall": "all", "query_tokens": 4}
+    with rwkv_x.attach(model, tmp_path / "a", **options) as memory:
+        results = [run(model, tokens, pieces)[0] for pieces in cuts]
+    for logits in results[1:]:
+        assert largest(logits - results[0]) < TOLERANCE
+
+
+def test_a_limit_of_the_store_costs_memories_and_nothing_else(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    model = load(checkpoint, 8)
+    with rwkv_x.attach(model, tmp_path / "mem", chunk_tokens=8, top_k=4, max_entries=6) as memory:
+        logits, state = run(model, text(200), [100] + [1] * 60 + [40])
+        assert len(memory.store) == 6
+        memory.save(state, tmp_path / "conversation.pt")
+        assert torch.isfinite(logits).all()
+        run(model, text(20), [1] * 20, memory.load(tmp_path / "conversation.pt"))
+
+
+def test_kl_falls_with_top_k(checkpoint: Path, tmp_path: Path) -> None:
+    texts = [text(200, seed=20 + number) for number in range(3)]
+    expected = [torch.log_softmax(reference(checkpoint, one)[100:], -1) for one in texts]
+    model = load(checkpoint, 8)
+    divergences = []
+    with rwkv_x.attach(model, tmp_path / "mem", chunk_tokens=8) as memory:
+        for top_k in (1, 6, EVERYTHING):
+            memory.top_k = top_k
+            each = []
+            for one, wanted in zip(texts, expected, strict=True):
+                logits, _ = run(model, one, [100, 60] + [1] * 40)
+                got = torch.log_softmax(logits[100:], -1)
+                each.append(float((wanted.exp() * (wanted - got)).sum(-1).mean()))
+            divergences.append(sum(each) / len(each))
+    assert divergences == sorted(divergences, reverse=True)
+    assert divergences[-1] < 1e-6
+    assert divergences[0] > 1000 * divergences[-1]
