@@ -47,7 +47,7 @@ _MAX_DISTANCE = 2**32 - 2  # 2**32 - 1 marks an empty place
 def _aligned(shape: tuple[int, ...]) -> _U8:
     """Uninitialised bytes on a cache line, or on a huge page where numpy asks for these."""
     size = int(np.prod(shape, dtype=object))
-    boundary = HUGE_PAGE if size >= 2 * HUGE_PAGE else 64
+    boundary = HUGE_PAGE if size >= HUGE_PAGE else 64
     raw = np.empty(size + boundary, np.uint8)
     start = -raw.ctypes.data % boundary
     return raw[start : start + size].reshape(shape)

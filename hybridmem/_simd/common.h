@@ -45,7 +45,7 @@
 /* How far ahead scans fetch, in bytes. The processor's own prefetchers stop at pages and cannot hide the
  * counting; measured on long scans, these were best, and gave up to 2x. */
 #define HM_AHEAD 2048
-#define HM_LATE_AHEAD 4096
+#define HM_LATE_AHEAD 8192
 
 /* Query tokens that the late-interaction kernels take at a time. */
 #define HM_TOKENS 8
