@@ -53,5 +53,5 @@ def new_cache(tmp_path: Path) -> Iterator[Callable[..., Any]]:
         return caches[-1]
 
     yield make
-    for cache in caches:
+    for cache in reversed(caches):  # the first may own the store of others
         cache.close()

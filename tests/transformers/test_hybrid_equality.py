@@ -5,13 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
-HOW = "needs PyTorch and transformers: pip install hybridmem[transformers]"
-torch = pytest.importorskip("torch", reason=HOW)
-pytest.importorskip("transformers.cache_utils", reason=HOW)
-
-from tiny_models import NAMES, left_padding, run, text
-from transformers import DynamicCache
+from tiny_models import NAMES, left_padding, run, text, torch, transformers
 
 from hybridmem.integrations.transformers import retrieval
 
@@ -39,7 +33,7 @@ def test_logits(tiny_model: Any, new_cache: Any, name: str, attention: str) -> N
     model = tiny_model(name, attention)
     ids = text(40)
     for pieces in PIECES.values():
-        wanted = run(model, ids, pieces, DynamicCache(config=model.config))
+        wanted = run(model, ids, pieces, transformers.DynamicCache(config=model.config))
         cache = new_cache(model)
         with retrieval(model):
             got = run(model, ids, pieces, cache)
@@ -55,18 +49,21 @@ def test_left_padded_batch(tiny_model: Any, new_cache: Any, name: str, attention
     model = tiny_model(name, attention)
     ids, mask = text(40, batch=3), left_padding(40, [0, 11, 26])
     for pieces in PIECES.values():
-        wanted = run(model, ids, pieces, DynamicCache(config=model.config), mask)
+        wanted = run(model, ids, pieces, transformers.DynamicCache(config=model.config), mask)
         cache = new_cache(model)
         with retrieval(model):
             got = run(model, ids, pieces, cache, mask)
         assert difference(got, wanted, mask) < TOLERANCE
-    # Nothing of the padding was stored: a row has its tokens in the store, its sinks and its window.
+    # Nothing of the padding was stored: a row has its tokens in the store, its sinks and its
+    # window.
     for layer in cache.hybrid_layers:
         stored = [
             sum(cache.store.get(entry_id).n_tokens for entry_id in row.entry_ids)
             for row in layer.rows
         ]
-        assert [s + row.n_sinks + layer.held for s, row in zip(stored, layer.rows)] == [40, 29, 14]
+        sinks = [row.n_sinks for row in layer.rows]
+        held = [layer.held] * 3
+        assert [sum(each) for each in zip(stored, sinks, held, strict=True)] == [40, 29, 14]
 
 
 def test_each_row_of_a_batch_sees_only_its_own_entries(tiny_model: Any, new_cache: Any) -> None:
@@ -84,7 +81,7 @@ def test_bfloat16(tiny_model: Any, new_cache: Any, attention: str) -> None:
     model = tiny_model("llama", attention, dtype=torch.bfloat16).to(torch.bfloat16)
     ids, mask = text(40, batch=2), left_padding(40, [0, 9])
     pieces = PIECES["mixed"]
-    wanted = run(model, ids, pieces, DynamicCache(config=model.config), mask)
+    wanted = run(model, ids, pieces, transformers.DynamicCache(config=model.config), mask)
     cache = new_cache(model)
     assert cache.store.config.kv_dtype == "bfloat16"
     with retrieval(model):
@@ -92,7 +89,7 @@ def test_bfloat16(tiny_model: Any, new_cache: Any, attention: str) -> None:
     assert got.dtype == torch.bfloat16
     # What bfloat16 does by itself: the same model over the same text in one piece.
     rounding = difference(
-        run(model, ids, [40], DynamicCache(config=model.config), mask), wanted, mask
+        run(model, ids, [40], transformers.DynamicCache(config=model.config), mask), wanted, mask
     )
     assert difference(got, wanted, mask) <= max(2 * rounding, 0.05)
 
@@ -115,7 +112,7 @@ def test_generate(tiny_model: Any, new_cache: Any, padded: list[int]) -> None:
 def test_generate_over_several_turns(tiny_model: Any, new_cache: Any) -> None:
     model = tiny_model("llama")
     options = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None}
-    cache, reference = new_cache(model), DynamicCache(config=model.config)
+    cache, reference = new_cache(model), transformers.DynamicCache(config=model.config)
     so_far = wanted_so_far = text(12)
     for turn in range(4):
         with retrieval(model):
@@ -142,7 +139,7 @@ def test_layers_that_slide_are_left_alone(tiny_model: Any, new_cache: Any) -> No
     layer_types = ["sliding_attention", "full_attention", "sliding_attention"]
     model = tiny_model("qwen2", layer_types=layer_types, use_sliding_window=True, sliding_window=8)
     ids, pieces = text(40), PIECES["mixed"]
-    wanted = run(model, ids, pieces, DynamicCache(config=model.config))
+    wanted = run(model, ids, pieces, transformers.DynamicCache(config=model.config))
     cache = new_cache(model)
     with retrieval(model):
         got = run(model, ids, pieces, cache)
@@ -154,7 +151,7 @@ def test_cache_only_is_another_answer(tiny_model: Any, new_cache: Any) -> None:
     """The equalities above would mean nothing if what is evicted did not matter."""
     model = tiny_model("llama")
     ids, pieces = text(40), PIECES["mixed"]
-    wanted = run(model, ids, pieces, DynamicCache(config=model.config))
+    wanted = run(model, ids, pieces, transformers.DynamicCache(config=model.config))
     with retrieval(model):
         nothing = run(model, ids, pieces, new_cache(model, recall="none"))
         some = run(model, ids, pieces, new_cache(model, top_k=2, block_tokens=4))

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+import pytest
+
+# The other files import everything of torch and transformers from here, after this has skipped
+# them.
+_HOW = "needs PyTorch and transformers: pip install hybridmem[transformers]"
+torch = pytest.importorskip("torch", reason=_HOW)
+# A submodule, because this very directory could pass for a package of that name.
+pytest.importorskip("transformers.cache_utils", reason=_HOW)
+transformers: Any = sys.modules["transformers"]
 
 VOCABULARY = 97
 #: Architectures that differ in where keys come from and how they are rotated.
@@ -49,9 +57,9 @@ def make(name: str, **changes: Any) -> Any:
         options["num_key_value_heads"] = 2
     if name != "gpt2":
         options["intermediate_size"] = 48
-    config = AutoConfig.for_model(name, **options | _SPECIAL.get(name, {}) | changes)
+    config = transformers.AutoConfig.for_model(name, **options | _SPECIAL.get(name, {}) | changes)
     generator = torch.Generator().manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).eval()
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
     for parameter in model.parameters():
         if parameter.ndim > 1:
             noise = torch.randn(parameter.shape, generator=generator)
@@ -59,13 +67,13 @@ def make(name: str, **changes: Any) -> Any:
     return model
 
 
-def text(length: int, batch: int = 1, seed: int = 1) -> torch.Tensor:
+def text(length: int, batch: int = 1, seed: int = 1) -> Any:
     """Random token ids without special ones."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, VOCABULARY, (batch, length), generator=generator)
 
 
-def left_padding(length: int, padded: Sequence[int]) -> torch.Tensor:
+def left_padding(length: int, padded: Sequence[int]) -> Any:
     """An attention mask whose rows begin with so many padded tokens."""
     mask = torch.ones((len(padded), length), dtype=torch.int64)
     for row, count in zip(mask, padded, strict=True):
@@ -73,9 +81,7 @@ def left_padding(length: int, padded: Sequence[int]) -> torch.Tensor:
     return mask
 
 
-def run(
-    model: Any, ids: torch.Tensor, pieces: Sequence[int], cache: Any, mask: Any = None
-) -> torch.Tensor:
+def run(model: Any, ids: Any, pieces: Sequence[int], cache: Any, mask: Any = None) -> Any:
     """Logits of `ids`, given to the model in pieces."""
     assert sum(pieces) == ids.shape[1]
     logits, at = [], 0

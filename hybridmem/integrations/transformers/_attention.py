@@ -49,11 +49,9 @@ def _attend(
     if call is None or layer is None or key is not layer.keys:
         if call is not None and _is_other_layer(call, module):
             return base(module, query, key, value, attention_mask, **kwargs)
-        given = "no cache" if call is None or call.cache is None else type(call.cache).__name__
-        raise TypeError(
-            f"inside retrieval() every forward needs `cache=HybridCache(...)`, got {given}; "
-            "leave the "
-            "with block to run the model with another cache"
+        raise RuntimeError(
+            f"{type(module).__name__} did not hand the keys of its HybridCache to its attention "
+            "function as they were; this model is not supported"
         )
     if kwargs.get("position_bias") is not None:
         raise NotImplementedError("models with a position bias (T5) cannot attend to moved keys")
@@ -233,6 +231,13 @@ def _before_attention(weights: int, module: Any, args: Any, kwargs: Any) -> None
         raise RuntimeError("HybridCache is for inference: call model.eval() first")
     caches = [x for x in (*args, *kwargs.values()) if isinstance(x, Cache)]
     cache = caches[0] if caches else None
+    if not isinstance(cache, HybridCache):
+        given = "no cache" if cache is None else type(cache).__name__
+        raise TypeError(
+            f"inside retrieval() every forward needs `cache=HybridCache(...)`, got {given}; "
+            "leave the "
+            "with block to run the model with another cache"
+        )
     tables = kwargs.get("position_embeddings")
     rotary = current.rotary
     if tables is not None and (rotary is None or tables[0] is not rotary.cos):
@@ -240,9 +245,8 @@ def _before_attention(weights: int, module: Any, args: Any, kwargs: Any) -> None
             f"the angles of {type(module).__name__} come from no rotary module that was seen to run"
         )
     current.call = Call(module, cache, None if tables is None else rotary)
-    if isinstance(cache, HybridCache):
-        cache.check_weights(weights)
-        _used(cache)
+    cache.check_weights(weights)
+    _used(cache)
 
 
 def _after_attention(module: Any, args: Any, output: Any) -> None:

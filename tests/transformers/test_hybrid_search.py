@@ -1,0 +1,171 @@
+"""When a search is made, with which queries, and what finding little does to the answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_models import left_padding, run, text, torch, transformers
+
+import hybridmem
+from hybridmem.integrations.transformers import retrieval
+
+pytestmark = [pytest.mark.torch, pytest.mark.transformers]
+
+
+class Searches(list[Any]):
+    """Layer, queries and hits of every search."""
+
+    def of(self, layer: int) -> list[Any]:
+        return [(vectors, ids) for where, vectors, ids in self if where == layer]
+
+
+@pytest.fixture
+def searches(monkeypatch: pytest.MonkeyPatch) -> Searches:
+    seen = Searches()
+    query = hybridmem.Store.query
+
+    def spy(self: Any, vectors: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        hits = query(self, vectors, layer_idx, *args, **kwargs)
+        seen.append((layer_idx, np.array(vectors), [hit.entry_id for hit in hits]))
+        return hits
+
+    monkeypatch.setattr(hybridmem.Store, "query", spy)
+    return seen
+
+
+def test_blocks_end_at_multiples_in_the_sequence(
+    tiny_model: Any, new_cache: Any, searches: Searches
+) -> None:
+    model = tiny_model()
+    cache = new_cache(model, top_k=2, block_tokens=8, query_tokens=3)
+    with retrieval(model):
+        run(model, text(30), [30], cache)
+        searches.clear()
+        run(model, text(30, seed=2), [30], cache)
+    # From token 30 on: to 32, 40, 48, 56, 60.
+    assert len(searches.of(0)) == 5
+    assert all(len(vectors) == 3 for vectors, _ in searches.of(0))
+
+
+def test_pieces_that_end_with_blocks_find_the_same(
+    tiny_model: Any, new_cache: Any, searches: Searches
+) -> None:
+    """Results do not depend on how a prompt is cut, as long as nothing is evicted in between."""
+    model = tiny_model()
+    trunk = new_cache(model, top_k=2, block_tokens=8, window=100)
+    trunk.window = 5
+    with retrieval(model):
+        run(model, text(40), [40], trunk)
+    got, found = [], []
+    for pieces in ([24], [8, 16], [8, 8, 8]):
+        branch = trunk.branch()
+        branch.window = 100
+        searches.clear()
+        with retrieval(model):
+            got.append(run(model, text(24, seed=2), pieces, branch))
+        found.append([ids for _, ids in searches.of(2)])
+    assert found[0] == found[1] == found[2]
+    assert len({tuple(ids) for ids in found[0]}) > 1
+    assert torch.allclose(got[0], got[1], atol=1e-4)
+    assert torch.allclose(got[0], got[2], atol=1e-4)
+
+
+def test_one_search_where_everything_is_found_anyway(
+    tiny_model: Any, new_cache: Any, searches: Searches
+) -> None:
+    model = tiny_model()
+    cache = new_cache(model, block_tokens=4)
+    with retrieval(model):
+        run(model, text(30), [30], cache)
+        run(model, text(30), [30], cache)
+    assert len(searches) == 3
+
+
+def test_search_interval(tiny_model: Any, new_cache: Any, searches: Searches) -> None:
+    model = tiny_model()
+    trunk = new_cache(model, top_k=2, chunk_tokens=8, window=6)
+    with retrieval(model):
+        run(model, text(48), [48], trunk)  # 8 are held: 6 more until the next eviction
+    for interval, wanted in ((1, 12), (4, 3 + 1), (100, 2)):
+        cache = trunk.branch()
+        cache.search_interval = interval
+        searches.clear()
+        with retrieval(model):
+            run(model, text(12, seed=5), [1] * 12, cache)
+        # One more right after the eviction: what has just left would be lost until the next one.
+        assert len(searches.of(0)) == wanted
+
+
+def test_queries_of_padding_are_left_out(
+    tiny_model: Any, new_cache: Any, searches: Searches
+) -> None:
+    model = tiny_model()
+    ids, mask = text(40, batch=2), left_padding(40, [0, 23])
+    cache = new_cache(model, top_k=2, query_tokens=8, block_tokens=100)
+    with retrieval(model):
+        run(model, ids, [36, 4], cache, mask)
+    assert [len(vectors) for vectors, _ in searches.of(0)] == [8, 8]
+    searches.clear()
+    alone = new_cache(model, top_k=2, query_tokens=20, block_tokens=100, centre=False)
+    with retrieval(model):
+        run(model, ids[1:, 23:], [13, 4], alone)
+        batch = new_cache(model, top_k=2, query_tokens=20, block_tokens=100, centre=False)
+        run(model, ids, [36, 4], batch, mask)
+    # The second row has seen 17 tokens, and 20 columns back there is padding.
+    found = searches.of(0)
+    assert [len(vectors) for vectors, _ in found] == [17, 20, 17]
+    np.testing.assert_allclose(found[2][0], found[0][0], atol=1e-3)
+
+
+def test_a_second_eviction_of_the_same_tokens_would_show(tiny_model: Any, new_cache: Any) -> None:
+    """No token is stored twice and none is missing."""
+    model = tiny_model()
+    cache = new_cache(model, chunk_tokens=4, window=6)
+    with retrieval(model):
+        run(model, text(70), [31, 1, 1, 1, 1, 1, 34], cache)
+    for layer in cache.hybrid_layers:
+        (row,) = layer.rows
+        tokens = list(range(row.n_sinks))
+        for entry_id in row.entry_ids:
+            placement = cache.placement(entry_id)
+            tokens += range(placement.token, placement.token + placement.n_tokens)
+        assert tokens == list(range(70 - layer.held))
+
+
+def test_stored_keys_and_values_are_the_models(tiny_model: Any, new_cache: Any) -> None:
+    model = tiny_model()
+    ids = text(40)
+    reference = transformers.DynamicCache(config=model.config)
+    run(model, ids, [40], reference)
+    cache = new_cache(model)
+    with retrieval(model):
+        run(model, ids, [40], cache)
+    for layer, wanted in zip(cache.hybrid_layers, reference.layers, strict=True):
+        for entry_id in layer.rows[0].entry_ids:
+            entry, placement = cache.store.get(entry_id), cache.placement(entry_id)
+            place = slice(placement.token, placement.token + placement.n_tokens)
+            for got, whole in ((entry.keys, wanted.keys), (entry.values, wanted.values)):
+                rows = whole[0, :, place].transpose(0, 1).flatten(1).numpy()
+                np.testing.assert_allclose(got, rows, atol=1e-6)
+
+
+def test_more_retrieved_is_closer(tiny_model: Any, new_cache: Any) -> None:
+    """Divergence from full attention falls with top_k in the mean, and ends at nothing."""
+    model = tiny_model()
+    divergences = []
+    for seed in range(6):
+        ids = text(60, seed=seed)
+        wanted = run(model, ids, [60], transformers.DynamicCache(config=model.config))[:, 48:]
+        wanted = wanted.log_softmax(-1)
+        row = []
+        for top_k in (1, 4, 8, 1000):
+            cache = new_cache(model, top_k=top_k)
+            with retrieval(model):
+                got = run(model, ids, [48] + [1] * 12, cache)[:, 48:].log_softmax(-1)
+            row.append(float((wanted.exp() * (wanted - got)).sum(-1).mean()))
+        divergences.append(row)
+    mean = np.mean(divergences, axis=0)
+    assert (np.diff(mean) < 0).all()
+    assert mean[-1] < 1e-6
