@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
 import numpy as np
@@ -264,8 +264,8 @@ class IndexView:
     def __init__(self, layout: _Layout, blocks: tuple[_Block, ...]) -> None:
         self._layout = layout
         self._parts = [(block, block.filled) for block in blocks]
-        self._starts = np.cumsum([0, *(filled for _, filled in self._parts)], dtype=np.int64)
-        self._places = int(self._starts[-1])
+        self._starts = [0, *accumulate(filled for _, filled in self._parts)]
+        self._places = self._starts[-1]
 
     def __len__(self) -> int:
         """Places of the view, dead ones included."""
@@ -279,7 +279,7 @@ class IndexView:
         bounds = [*np.searchsorted(entry_ids, firsts).tolist(), len(entry_ids)]
         found: list[_I64] = []
         for (block, filled), start, (low, high) in zip(
-            self._parts, self._starts[:-1], pairwise(bounds), strict=True
+            self._parts, self._starts, pairwise(bounds), strict=False
         ):
             if low == high:
                 continue
@@ -316,7 +316,9 @@ class IndexView:
         if not checked:
             return []
         if entry_ids is not None:
-            wanted = np.unique(_unsigned(entry_ids, np.uint64, "entry_ids"))
+            wanted = _unsigned(entry_ids, np.uint64, "entry_ids").reshape(-1)
+            if not (wanted[1:] > wanted[:-1]).all():
+                wanted = np.unique(wanted)
             places = self.find(wanted)
             return [self._search_at(query, k, places) for query in checked]
         k = min(int(k), self._places)
@@ -345,8 +347,8 @@ class IndexView:
         best_distance = np.full((len(queries), k), 2**32 - 1, np.uint32)
         best_place = np.full((len(queries), k), -1, np.int64)
         rows = np.concatenate(queries) if len(queries) > 1 else queries[0]
-        starts = np.cumsum([0, *(len(query) for query in queries)], dtype=np.int64)
-        for (block, filled), first in zip(self._parts, self._starts.tolist(), strict=False):
+        starts = np.array([0, *accumulate(len(query) for query in queries)], np.int64)
+        for (block, filled), first in zip(self._parts, self._starts, strict=False):
             alive = block.alive[:filled]
             if self._layout.spec.pooled:
                 _kernels.hamming_topk(
@@ -366,14 +368,14 @@ class IndexView:
                 )
         results = []
         for distances, places in zip(best_distance, best_place, strict=True):
-            found = places >= 0
-            results.append((self._ids(places[found]), distances[found]))
+            found = k if places[-1] >= 0 else int(np.count_nonzero(places >= 0))
+            results.append((self._ids(places[:found]), distances[:found].copy()))
         return results
 
     def _search_counted(self, query: _U8, k: int) -> tuple[_U64, _U32]:
         """All distances, then the k smallest."""
         distances = np.empty(self._places, np.uint32)
-        for (block, filled), first in zip(self._parts, self._starts.tolist(), strict=False):
+        for (block, filled), first in zip(self._parts, self._starts, strict=False):
             out = distances[first : first + filled]
             if self._layout.spec.pooled:
                 _kernels.hamming_all(block.data[:filled], query[0], out)
@@ -412,12 +414,20 @@ class IndexView:
 
     def _ids(self, places: _I64) -> _U64:
         """Ids at these places."""
+        if len(places) <= RUNNING_K:
+            found = [self._id(place) for place in places.tolist()]
+            return np.array(found, np.uint64)
         out = np.empty(len(places), np.uint64)
         numbers = np.searchsorted(self._starts, places, side="right") - 1
         for number in np.unique(numbers).tolist():
             here = numbers == number
             out[here] = self._parts[number][0].ids[places[here] - self._starts[number]]
         return out
+
+    def _id(self, place: int) -> np.uint64:
+        number = bisect_right(self._starts, place) - 1
+        found: np.uint64 = self._parts[number][0].ids[place - self._starts[number]]
+        return found
 
 
 def _nothing() -> tuple[_U64, _U32]:

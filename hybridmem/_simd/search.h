@@ -60,15 +60,23 @@ static void hm_hamming_all(const hm_kernels *kernels, const uint8_t *rows, size_
     kernels->hamming(rows, n, query, 1, bytes, out, n);
 }
 
+/* Length of the run of consecutive numbers that starts at[0]. */
+HM_INLINE size_t hm_run(const int64_t *at, size_t n) {
+    size_t i = 1;
+    while (i < n && at[i] == at[i - 1] + 1) i++;
+    return i;
+}
+
 /* Distances of one query to chosen rows; the next ones are fetched while one is counted. */
 static void hm_hamming_at(const hm_kernels *kernels, const uint8_t *rows, const int64_t *at,
                           size_t n, const uint8_t *query, size_t bytes, uint32_t *out) {
-    size_t i, b;
-    for (i = 0; i < n; i++) {
-        if (i + 4 < n)
+    size_t i, b, run;
+    for (i = 0; i < n; i += run) {
+        run = hm_run(at + i, n - i);
+        if (run == 1 && i + 4 < n)
             for (b = 0; b < bytes && b < 1024; b += 64)
                 HM_PREFETCH(rows + (size_t)at[i + 4] * bytes + b);
-        kernels->hamming(rows + (size_t)at[i] * bytes, 1, query, 1, bytes, out + i, 1);
+        kernels->hamming(rows + (size_t)at[i] * bytes, run, query, 1, bytes, out + i, n);
     }
 }
 
@@ -124,10 +132,10 @@ HM_INLINE void hm_late_sum(const hm_kernels *kernels, const hm_late_block *block
     }
 }
 
-/* Entries that are taken at a time: those of one group, or one. */
+/* How many of `n` entries from `first` on are taken at a time: those of one group, or one. */
 HM_INLINE size_t hm_late_step(const hm_late_block *block, size_t first, size_t n) {
     size_t per_group = block->lanes < HM_LANES ? HM_LANES / block->lanes : 1;
-    return hm_min_size(per_group - first % per_group, n - first);
+    return hm_min_size(per_group - first % per_group, n);
 }
 
 /* starts[q] .. starts[q + 1] are the tokens of query q. */
@@ -139,7 +147,7 @@ static void hm_late_topk(const hm_kernels *kernels, const hm_late_block *block,
     uint32_t distance[HM_LANES];
     size_t e, q, step;
     for (e = 0; e < n; e += step) {
-        step = hm_late_step(block, e, n);
+        step = hm_late_step(block, e, n - e);
         for (q = 0; q < m; q++) {
             hm_late_sum(kernels, block, e, step, prepared + (size_t)starts[q] * token_bytes,
                         (size_t)(starts[q + 1] - starts[q]), distance);
@@ -153,15 +161,18 @@ static void hm_late_all(const hm_kernels *kernels, const hm_late_block *block, s
                         const uint8_t *prepared, size_t t, uint32_t *out) {
     size_t e, step;
     for (e = 0; e < n; e += step) {
-        step = hm_late_step(block, e, n);
+        step = hm_late_step(block, e, n - e);
         hm_late_sum(kernels, block, e, step, prepared, t, out + e);
     }
 }
 
 static void hm_late_at(const hm_kernels *kernels, const hm_late_block *block, const int64_t *at,
                        size_t n, const uint8_t *prepared, size_t t, uint32_t *out) {
-    size_t i;
-    for (i = 0; i < n; i++) hm_late_sum(kernels, block, (size_t)at[i], 1, prepared, t, out + i);
+    size_t i, run;
+    for (i = 0; i < n; i += run) {
+        run = hm_late_step(block, (size_t)at[i], hm_run(at + i, n - i));
+        hm_late_sum(kernels, block, (size_t)at[i], run, prepared, t, out + i);
+    }
 }
 
 /* Put the sub-signatures of one record into its lanes. */
