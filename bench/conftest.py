@@ -1,0 +1,149 @@
+"""Stores and floors for the benchmarks, and the table that they end in.
+
+``make bench`` runs them and writes latest.json (pytest-benchmark's own) and latest.md into
+bench/results.
+Without ``--benchmark-enable`` each case runs once, at a small size, as a test.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cases import TOKENS, WIDTH, Sizes, fill
+
+import hybridmem
+
+
+@pytest.fixture(scope="session")
+def sizes(request: pytest.FixtureRequest) -> Sizes:
+    return Sizes(bool(request.config.getoption("benchmark_enable")))
+
+
+@pytest.fixture(scope="session")
+def rng() -> np.random.Generator:
+    return np.random.default_rng(7)
+
+
+@pytest.fixture(scope="session")
+def many(tmp_path_factory: pytest.TempPathFactory, sizes: Sizes, rng: np.random.Generator) -> Path:
+    """A store of many small entries: what is measured on it is the search."""
+    path = tmp_path_factory.mktemp("bench") / "many"
+    with hybridmem.create(path, embed_dim=64) as store:
+        fill(store, sizes.entries, sizes.layers, rng, tokens=2)
+    return path
+
+
+@pytest.fixture
+def searched(many: Path) -> Iterator[hybridmem.Store]:
+    """The store of many entries, its first layer's index built and every shard's header read."""
+    with hybridmem.open(many, mode="r", max_open_shards=64) as store:
+        for number in itertools.islice(store, 0, None, 512):
+            store.get(number)
+        store.query(np.ones(64, np.float32), 0)
+        yield store
+
+
+@pytest.fixture(scope="session")
+def large(tmp_path_factory: pytest.TempPathFactory, sizes: Sizes, rng: np.random.Generator) -> Path:
+    """A store of entries as large as a model's."""
+    path = tmp_path_factory.mktemp("bench") / "large"
+    with hybridmem.create(path, embed_dim=WIDTH) as store:
+        fill(store, sizes.large_entries, 1, rng, TOKENS)
+    return path
+
+
+@pytest.fixture(scope="session")
+def late(tmp_path_factory: pytest.TempPathFactory, sizes: Sizes, rng: np.random.Generator) -> Path:
+    """A store with a signature of 256 bits for each token."""
+    path = tmp_path_factory.mktemp("bench") / "late"
+    with hybridmem.create(
+        path, embed_dim=64, hdc_dim=16384, signature_tokens=1, signature_bits=256
+    ) as store:
+        fill(store, sizes.late_entries, 1, rng, TOKENS)
+    return path
+
+
+def best(call: Callable[[], object], rounds: int = 7) -> float:
+    """Return the shortest time of a call, in seconds."""
+    times = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+@pytest.fixture(scope="session")
+def bandwidth(sizes: Sizes) -> dict[str, float]:
+    """Bytes a second of this machine's memory, one thread: read by numpy, and copied."""
+    words = np.ones((64 << 20 if sizes.cache_tokens > 64 else 1 << 20) // 8, np.uint64)
+    other = np.empty_like(words)
+    return {
+        "read": words.nbytes / best(words.sum),
+        "copy": words.nbytes / best(lambda: np.copyto(other, words)),
+    }
+
+
+@pytest.fixture
+def floor(benchmark: Any, bandwidth: dict[str, float]) -> Callable[[str, float], None]:
+    """Note the time that the bytes of a case take by themselves: floor(kind, bytes)."""
+
+    def note(kind: str, n_bytes: float) -> None:
+        benchmark.extra_info["floor"] = kind
+        benchmark.extra_info["floor_seconds"] = n_bytes / bandwidth[kind]
+        benchmark.extra_info["bytes"] = int(n_bytes)
+
+    return note
+
+
+def pytest_benchmark_update_machine_info(config: Any, machine_info: dict[str, Any]) -> None:
+    """Say what ran, and where."""
+    machine_info["hybridmem"] = hybridmem.__version__
+    machine_info["simd"] = hybridmem.simd_level()
+    machine_info["numpy"] = np.__version__
+    machine_info["cores"] = os.cpu_count()
+
+
+def pytest_benchmark_update_json(config: Any, benchmarks: Any, output_json: dict[str, Any]) -> None:
+    """Write the same figures as a table for people, beside the JSON."""
+    machine = output_json["machine_info"]
+    lines = [
+        f"{machine['cpu'].get('brand_raw', platform.processor())}, {machine['cores']} cores, "
+        f"SIMD level {machine['simd']}; Python {machine['python_version']}, "
+        f"numpy {machine['numpy']}, hybridmem {machine['hybridmem']}.",
+        "",
+        "| case | median | best | floor | best / floor |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for case in sorted(output_json["benchmarks"], key=lambda case: str(case["fullname"])):
+        stats, info = case["stats"], case["extra_info"]
+        # A case that does several things in a round says so.
+        per = info.get("per_round", 1)
+        floor = info.get("floor_seconds")
+        lines.append(
+            f"| {info.get('title', case['name'])} | {_time(stats['median'] / per)} "
+            f"| {_time(stats['min'] / per)} "
+            + (
+                f"| {_time(floor)} ({info['floor']}) | {stats['min'] / per / floor:.2f} |"
+                if floor
+                else "| | |"
+            )
+        )
+    target = Path(config.rootpath) / "bench" / "results" / "latest.md"
+    target.parent.mkdir(exist_ok=True)
+    target.write_text("\n".join(lines) + "\n")
+
+
+def _time(seconds: float) -> str:
+    for unit, scale in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
+        if seconds * scale >= 1 or unit == "µs":
+            return f"{seconds * scale:.3g} {unit}"
+    raise AssertionError
