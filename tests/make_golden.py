@@ -113,6 +113,12 @@ def sample(number: int, n: int, width: int = 12) -> Floats:
     return (x / 16).astype(np.float32)
 
 
+def payload(number: int, n: int, config: dict[str, Any]) -> Floats:
+    """Keys or values of a store: with all 24 bits of a float32 where it keeps them."""
+    x = sample(number, n, config["embed_dim"])
+    return x / np.float32(3) if config["kv_dtype"] == "float32" else x
+
+
 def encoded(name: str, x: Floats, kv_dtype: str) -> Tensor:
     if kv_dtype == "float16":
         return Tensor(name, "F16", x.shape, x.astype("<f2").tobytes())
@@ -125,8 +131,7 @@ def plain_entry(
     entry_id: int, n: int, config: dict[str, Any], shard_idx: int = 0, **record: Any
 ) -> Entry:
     """An entry of a store that is not quantised, signed by the model."""
-    keys = sample(entry_id, n, config["embed_dim"])
-    values = sample(entry_id + 100, n, config["embed_dim"])
+    keys, values = payload(entry_id, n, config), payload(entry_id + 100, n, config)
     entry = Entry(
         entry_id=entry_id,
         layer_idx=record.get("layer_idx", entry_id % 2),
@@ -357,6 +362,7 @@ def build(target: Path) -> None:
     where = {3: 4, 4: 4, 8: 6, 9: 6, 10: 7, 11: 7, 12: 9}
     entries = [plain_entry(i, 1 + i % 4, config, shard) for i, shard in where.items()]
     dead = [1, 4, 5]
+    entries[0].access_count = 2**32 - 1
     history = {"dead": dead, "gone_shards": [7], "generation": 17}
     history |= {"next_entry_id": 15, "next_shard": 11}
     live = [entry for row, entry in enumerate(entries) if row not in dead]

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from make_golden import CONFIG, DATA, build, digest, plain_entry, sample, write_store
+from make_golden import CONFIG, DATA, build, digest, payload, plain_entry, sample, write_store
 from reader import ForeignReader
 
 import hybridmem
@@ -132,11 +132,12 @@ def test_the_package_writes_the_same(
 ) -> None:
     """The same entries put at the same times give the same records and the same tensors."""
     golden = ForeignReader(DATA / name)
-    width = expected["config"]["embed_dim"]
     with hybridmem.create(tmp_path / "mem", config=hybridmem.Config(**expected["config"])) as store:
         for e in expected["entries"]:
             monkeypatch.setattr(time, "time_ns", lambda e=e: e["timestamp"])
-            keys, values = (sample(e["entry_id"] + i, e["n_tokens"], width) for i in (0, 100))
+            keys, values = (
+                payload(e["entry_id"] + i, e["n_tokens"], expected["config"]) for i in (0, 100)
+            )
             store.put(keys, values, e["layer_idx"], e["importance"])
     mine = ForeignReader(tmp_path / "mem")
     assert mine.index.keys() == golden.index.keys()

@@ -256,6 +256,22 @@ def test_a_failing_disk(
         fill(again, rng, 1)
 
 
+def test_an_error_of_a_background_flush_comes_with_the_next_call_that_writes(
+    store: Any, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(store, rng, 2)
+    failing_writes(monkeypatch, errno.ENOSPC)
+    store.flush(wait=False)
+    with pytest.raises(hybridmem.StoreFullError):
+        store.flush()
+    monkeypatch.undo()
+    assert len(contents(store)) == 2
+    store.flush()
+    store.close()
+    with hybridmem.open(store.path) as again:
+        assert list(again) == [1, 2]
+
+
 def test_a_failed_sync_is_never_tried_again(
     store: Any, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

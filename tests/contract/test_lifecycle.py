@@ -199,6 +199,21 @@ def test_flush_makes_everything_before_it_durable(
         assert contents(reader) == contents(store)
 
 
+def test_a_flush_in_the_background_is_waited_for(store: Any, rng: np.random.Generator) -> None:
+    for _ in range(5):
+        fill(store, rng, 3)
+        store.flush(wait=False)
+    wanted = contents(store)
+    store.flush()
+    with hybridmem.open(store.path, mode="r") as reader:
+        assert contents(reader) == wanted
+    fill(store, rng, 3)
+    store.flush(wait=False)
+    store.close()
+    with hybridmem.open(store.path, mode="r") as reader:
+        assert list(reader) == list(range(1, 19))
+
+
 def test_flush_with_nothing_to_do_writes_nothing(store: Any, rng: np.random.Generator) -> None:
     fill(store, rng, 2)
     store.flush()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -69,6 +70,36 @@ def test_put_evicts_the_lowest_score(
             assert found == [i for i, _ in model.query(query, 0, 2)]
         if i % 11 == 0:
             store.flush()
+
+
+@pytest.mark.parametrize("many", [1, 37])
+def test_put_evicts_the_lowest_score_of_many(
+    many: int, new_store: Callable[..., Any], rng: np.random.Generator
+) -> None:
+    """Far more entries than any part that an implementation might keep sorted."""
+    limit = 400
+    store = new_store(max_entries=limit, hdc_dim=64)
+    ranks: dict[int, tuple[float, int, int]] = {}
+    rows = pair(rng, 1)
+    queries = rng.standard_normal((1500 // many, 24)).astype(np.float32)
+    for query in queries:
+        importances = rng.integers(0, 50, many) / 8
+        ids = store.put_many([rows] * many, layer_idx=0, importance=importances)
+        for entry_id in ids:
+            entry = store.get(entry_id)
+            ranks[entry_id] = (entry.importance, entry.timestamp, entry_id)
+        excess = max(0, len(ranks) - limit)
+        for victim in sorted(set(ranks) - set(ids), key=lambda i: ranks[i])[:excess]:
+            del ranks[victim]
+        if ids[0] % 3 == 0:
+            assert list(store) == sorted(ranks)
+            chosen = rng.choice(sorted(ranks), min(60, len(ranks)), replace=False)
+            for hit in store.query(query, 0, 60, entry_ids=chosen):
+                entry = store.get(hit.entry_id)
+                score = entry.importance * (1 + math.log(1 + entry.access_count))
+                ranks[hit.entry_id] = (score, entry.timestamp, hit.entry_id)
+    assert list(store) == sorted(ranks)
+    assert len(store) == limit
 
 
 @pytest.mark.parametrize("max_entries", [1, 3])

@@ -144,10 +144,10 @@ def test_ties_go_to_the_smaller_id(
     store = new_store(**fields)
     same = pair(rng, 2)[0]
     others = [pair(rng, 2)[0] for _ in range(3)]
-    for i in range(120):
+    for i in range(300):
         keys = same if i % 3 else others[i % 9 // 3]
         store.put(keys, keys, layer_idx=i % 2)
-    twins = [i + 1 for i in range(120) if i % 3 and i % 2 == 0]
+    twins = [i + 1 for i in range(300) if i % 3 and i % 2 == 0]
     got = [hit.entry_id for hit in store.query(same, layer_idx=0, top_k=top_k)]
     assert got[: len(twins)] == twins[: len(got)]
     again = store.query(others[0], layer_idx=0, top_k=top_k)

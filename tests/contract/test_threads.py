@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from reader import ForeignReader
 
 import hybridmem
+from hybridmem import _fileio
 
-from .helpers import contents, directory_bytes, pair
+from .helpers import contents, copy_committed, directory_bytes, pair
 
 
 def run_together(*jobs: Callable[[], None]) -> None:
@@ -184,6 +188,63 @@ def test_closing_under_threads_is_an_error_or_an_answer(
         store.close()
 
     run_together(asker, asker, closer)
+
+
+@pytest.mark.parametrize("victims", [[1], [30], [2, 29], list(range(1, 31))], ids=str)
+@pytest.mark.parametrize("puts", [0, 1])
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_is_done_while_a_flush_is_under_way_is_in_the_next(
+    fails: bool,
+    puts: int,
+    victims: list[int],
+    new_store: Callable[..., Any],
+    tmp_path: Path,
+    rng: np.random.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Entries of a full shard that put has written already, and entries still in memory.
+
+    If the flush under way fails for want of space, the next one commits everything.
+    """
+    store = new_store(shard_max_bytes=3000)
+    store.put_many([marked(i) for i in range(30)], layer_idx=0)
+    for i in range(30):
+        store.put(*marked(i), layer_idx=1)
+    entered, leave = threading.Event(), threading.Event()
+
+    write = _fileio.calls.writev
+
+    def wait(*arguments: Any) -> int:
+        entered.set()
+        assert leave.wait(60)
+        if fails:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(*arguments)
+
+    with monkeypatch.context() as slow:
+        slow.setattr(_fileio.calls, "writev", wait)
+        store.flush(wait=False)
+        assert entered.wait(60)
+        for victim in victims:
+            store.delete(victim)
+            store.delete(victim + 30)
+        new = store.put_many([marked(77)] * puts, layer_idx=0)
+        store.query(pair(rng, 1)[0], 0, 3)
+        wanted = contents(store)
+        leave.set()
+        if fails:
+            with pytest.raises(hybridmem.StoreFullError):
+                store.flush()
+            assert contents(store) == wanted
+        else:
+            store.flush()
+    store.flush()
+    assert contents(store) == wanted
+    assert set(new) <= wanted.keys()
+    copy = copy_committed(Path(store.path), tmp_path / "copy")
+    with hybridmem.open(copy, mode="r") as reader:
+        assert contents(reader) == wanted
+        assert reader.entries["access_count"].tolist() == store.entries["access_count"].tolist()
 
 
 def test_limits_hold_under_threads(new_store: Callable[..., Any], rng: np.random.Generator) -> None:
