@@ -124,6 +124,11 @@ class Codec:
         parts = {tensor.suffix: tensor for tensor in tensors}
         return _decoded(parts, "k"), _decoded(parts, "v")
 
+    @staticmethod
+    def decode_keys(tensors: Sequence[Tensor]) -> Floats:
+        """Return the keys alone, as `decode` does, of tensors that fit each other."""
+        return _decoded({tensor.suffix: tensor for tensor in tensors}, "k")
+
     def mismatch(self, tensors: Sequence[Tensor], n_tokens: int, embed_dim: int) -> str | None:
         """Return what is wrong with the names, types or shapes of an entry's tensors, or None."""
         parts = {tensor.suffix: tensor for tensor in tensors}

@@ -51,6 +51,7 @@ ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I8": 1}
 DTYPES = tuple(ITEM_BYTES)
 #: Tensors of one entry, in the order of the columns of a `ShardHeader`.
 SUFFIXES = ("k", "v", "k_scale", "k_zero", "v_scale", "v_zero")
+KEY_SUFFIXES = ("k", "k_scale", "k_zero")
 _COLUMN = {
     ("k", ""): 0,
     ("v", ""): 1,

@@ -6,7 +6,7 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, ClassVar, TypeVar
 
@@ -17,11 +17,12 @@ from hybridmem import _arrays, _snapshot, _wear
 from hybridmem._codec import Codec, Tensor
 from hybridmem._entries import EntryTable
 from hybridmem._fileio import Directory
+from hybridmem._format import KEY_SUFFIXES, SUFFIXES
 from hybridmem._manifest import Manifest
 from hybridmem._ranking import Ranking, key_scores, spread
 from hybridmem._shards import ShardPool
 from hybridmem._signatures import Signatures
-from hybridmem.errors import StoreClosedError
+from hybridmem.errors import CorruptStoreError, StoreClosedError
 from hybridmem.results import Entry, Hit, Stats
 
 __all__ = ["Reader", "entry_number"]
@@ -257,7 +258,11 @@ class Reader:
         )
 
     def _keys(self, row: int) -> Floats:
-        keys: Floats = self._fields(row)["keys"]
+        """Return the stored keys of an entry without a look at its values."""
+        keys = self._codec.decode_keys(self._tensors(row, KEY_SUFFIXES))
+        shape = int(self._table.columns["n_tokens"][row]), self.config.embed_dim
+        if keys.shape != shape:
+            raise self._misfit(row, f"its keys are {list(keys.shape)}, want {list(shape)}")
         return keys
 
     def get(self, entry_id: int) -> Entry:
@@ -289,25 +294,29 @@ class Reader:
     def _fields(self, row: int) -> dict[str, Any]:
         columns = self._table.columns
         fields = {name: columns[name][row].item() for name in _ENTRY_FIELDS}
-        fields["keys"], fields["values"] = self._codec.decode(
-            self._tensors(row), fields["n_tokens"], self.config.embed_dim
-        )
+        tensors = self._tensors(row)
+        try:
+            fields["keys"], fields["values"] = self._codec.decode(
+                tensors, fields["n_tokens"], self.config.embed_dim
+            )
+        except ValueError as error:
+            raise self._misfit(row, str(error)) from None
         return fields
 
-    def _tensors(self, row: int) -> list[Tensor]:
-        """Return the stored tensors of an entry, which fit its record."""
+    def _tensors(self, row: int, suffixes: Collection[str] = SUFFIXES) -> list[Tensor]:
+        """Return the stored tensors of an entry."""
         columns = self._table.columns
         entry_id = int(columns["entry_id"][row])
         tensors = self._unwritten(entry_id)
         if tensors is None:
-            number = int(columns["shard_idx"][row])
-            tensors = self._pool.load(number, entry_id)
-            wrong = self._codec.mismatch(
-                tensors, int(columns["n_tokens"][row]), self.config.embed_dim
-            )
-            if wrong is not None:
-                raise self._pool.corrupt(number, f"entry {entry_id}: {wrong}")
+            tensors = self._pool.load(int(columns["shard_idx"][row]), entry_id, suffixes)
         return tensors
+
+    def _misfit(self, row: int, why: str) -> CorruptStoreError:
+        columns = self._table.columns
+        return self._pool.corrupt(
+            int(columns["shard_idx"][row]), f"entry {int(columns['entry_id'][row])}: {why}"
+        )
 
     def _unwritten(self, entry_id: int) -> list[Tensor] | None:
         """Return the tensors of an entry that is in no shard yet."""

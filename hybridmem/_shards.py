@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -161,8 +161,10 @@ class ShardPool:
             while self._open:
                 self._release(self._open.popitem()[1])
 
-    def load(self, number: int, entry_id: int) -> list[Tensor]:
-        """Return the stored tensors of an entry, verified on first touch, as views of the map.
+    def load(
+        self, number: int, entry_id: int, suffixes: Collection[str] = SUFFIXES
+    ) -> list[Tensor]:
+        """Return stored tensors of an entry, verified on first touch, as views of the map.
 
         Raises
         ------
@@ -181,7 +183,7 @@ class ShardPool:
             tensors = []
             for column, suffix in enumerate(SUFFIXES):
                 length = int(header.length[row, column])
-                if length < 0:
+                if length < 0 or suffix not in suffixes:
                     continue
                 start = int(header.start[row, column])
                 raw = self._bytes(opened, number, start, length)
