@@ -64,7 +64,7 @@ def worst(a: F32, b: F32) -> float:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_quantise_by_channel_is_the_twin(simd: str, shape: tuple[int, int], wide: bool) -> None:
     x, _ = model_like(*shape)
-    n, d = shape
+    d = shape[1]
     q, scale, zero = np.empty(shape, np.int8), np.empty(-(-d // 2), "f4"), np.empty(d, "f4")
     peak = _kernels.quantize_channels(x, wide, q, scale, zero)
     want = twins.quantize_channels(x, wide)
