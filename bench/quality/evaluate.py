@@ -1,0 +1,167 @@
+"""Every question: needle recall of each ranking, and the answer from what each retrieves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from . import smollm2
+from .documents import TOKENS, WINDOW, Bank, Document, build, captured, load_bank
+from .facts import Fact
+from .rankings import CHUNK, NEEDLES_ONLY, Keys, Query, Ranking, grouped
+
+CALIBRATION = 2048  # tokens of each text that a layer's mean key is learned from
+
+
+@dataclass
+class Options:
+    """What a run of the evaluation varies."""
+
+    query_tokens: int = 8
+    retrieved: int = 640  # tokens
+    sink: int = 0  # first tokens of the text that the bounded cache keeps as well
+    seed: int = 0
+    rankings: list[Ranking] = field(default_factory=list)
+
+
+@dataclass
+class Layer:
+    """One layer of one document as the rankings see it."""
+
+    keys: Keys
+    indexes: list[Any]
+
+
+def prompt_ids(fact: Fact, tokenizer: Any) -> tuple[list[int], list[int]]:
+    """Tokens of the question with the start of its answer, and of the rest of the answer."""
+    prompt = f"\n\nQuestion: {fact.question}\nAnswer:{fact.stem}"
+    return tokenizer(prompt)["input_ids"], tokenizer(fact.answer)["input_ids"]
+
+
+class Evaluation:
+    """Four documents that make one memory, its rankings, and the model that answers from it."""
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        texts: dict[str, tuple[Fact, ...]],
+        query_means: NDArray[np.float32],
+        cache: Path,
+        options: Options,
+    ) -> None:
+        self.model, self.tokenizer, self.options = model, tokenizer, options
+        self.documents: list[Document] = []
+        self.banks: list[Bank] = []
+        for name, facts in texts.items():
+            self.documents.append(build(name, facts, tokenizer, options.seed))
+            self.banks.append(load_bank(captured(self.documents[-1], model, cache)))
+        self.query_means = query_means
+        key_means = np.mean([bank.keys[:, :CALIBRATION].mean(1) for bank in self.banks], axis=0)
+        self.layers: list[list[Layer]] = []  # [document][layer]
+        for bank in self.banks:
+            of_bank = []
+            for layer in range(smollm2.LAYERS):
+                keys = Keys(bank.keys[layer], bank.rotated[layer], key_means[layer])
+                of_bank.append(Layer(keys, [r.index(keys) for r in options.rankings]))
+            self.layers.append(of_bank)
+
+    def query(self, layer: int, queries: NDArray[np.float32], count: int) -> Query:
+        """The last query tokens of the first ``count`` rows, which follow the document."""
+        rows = queries[max(0, count - self.options.query_tokens) : count]
+        positions = TOKENS + np.arange(count - len(rows), count)
+        return Query(
+            grouped(rows), grouped(smollm2.rotate(rows, positions)), self.query_means[layer]
+        )
+
+    def run(self) -> Iterator[dict[str, Any]]:
+        """One record a question and ranking."""
+        for at, document in enumerate(self.documents):
+            for number, fact in enumerate(document.facts):
+                started = time.perf_counter()
+                asked: dict[int, NDArray[np.float32]] = {}
+                answers = self._answers(at, fact, asked)
+                needles = self._needles(at, number, fact, asked)
+                for name in answers | needles:
+                    where = {"document": document.name, "fact": number, "ranking": name}
+                    yield where | needles.get(name, {}) | answers.get(name, {})
+                print(
+                    f"{document.name} {number}: {time.perf_counter() - started:.0f} s", flush=True
+                )
+
+    def _needles(
+        self, at: int, number: int, fact: Fact, asked: dict[int, NDArray[np.float32]]
+    ) -> dict[str, dict[str, Any]]:
+        """How many chunks each ranking puts before that of the answer, layer by layer."""
+        first, last = self.documents[at].answers[number]
+        needle = slice(first // CHUNK, (last - 1) // CHUNK + 1)
+        count = len(prompt_ids(fact, self.tokenizer)[0])
+        found = {}
+        for which, ranking in enumerate(self.options.rankings):
+            own, everywhere = [], []
+            for layer in range(smollm2.LAYERS):
+                query = self.query(layer, asked[layer], count)
+                scores = [
+                    ranking.score(of_document[layer].indexes[which], query)
+                    for of_document in self.layers
+                ]
+                target = scores[at][needle].max()
+                own.append(int((scores[at] > target).sum()))
+                everywhere.append(int(sum((s > target).sum() for s in scores)))
+            found[ranking.name] = {"own_ranks": own, "pooled_ranks": everywhere}
+        return found
+
+    def _answers(
+        self, at: int, fact: Fact, asked: dict[int, NDArray[np.float32]]
+    ) -> dict[str, dict[str, Any]]:
+        """Loss of the answer from the whole text, from the cache, and from what each ranking finds.
+
+        ``asked`` is filled with the queries of the question as the whole text makes them.
+        """
+        prompt, answer = prompt_ids(fact, self.tokenizer)
+        bank = self.banks[at]
+        recent = np.arange(TOKENS - WINDOW, TOKENS)
+        sink = np.arange(self.options.sink)
+
+        def everything(layer: int, queries: NDArray[np.float32]) -> tuple[Any, Any]:
+            asked[layer] = queries[: len(prompt)].copy()
+            return bank.rotated[layer], bank.values[layer]
+
+        def cache_and(which: int | None) -> smollm2.Memory:
+            def memory(layer: int, queries: NDArray[np.float32]) -> tuple[Any, Any]:
+                rows = [sink, recent]
+                if which is not None:
+                    ranking = self.options.rankings[which]
+                    query = self.query(layer, queries, len(prompt))
+                    scores = ranking.score(self.layers[at][layer].indexes[which], query)
+                    scores = scores[: (TOKENS - WINDOW) // CHUNK]
+                    top = np.argsort(-scores, kind="stable")[: self.options.retrieved // CHUNK]
+                    tokens = (np.sort(top)[:, None] * CHUNK + np.arange(CHUNK)).reshape(-1)
+                    rows = [sink, tokens[tokens >= self.options.sink], recent]
+                chosen = np.concatenate(rows)
+                return bank.rotated[layer][chosen], bank.values[layer][chosen]
+
+            return memory
+
+        memories = {"full attention": everything, "cache only": cache_and(None)}
+        for which, ranking in enumerate(self.options.rankings):
+            if ranking.name not in NEEDLES_ONLY:
+                memories[ranking.name] = cache_and(which)
+        logits = smollm2.continue_with(
+            self.model, prompt + answer, TOKENS, list(memories.values())
+        )[:, len(prompt) - 1 : -1]
+        wanted = torch.tensor(answer)
+        return {
+            name: {
+                "loss": float(torch.nn.functional.cross_entropy(one, wanted)),
+                "exact": bool((one.argmax(-1) == wanted).all()),
+            }
+            for name, one in zip(memories, logits, strict=True)
+        }

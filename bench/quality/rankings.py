@@ -1,0 +1,234 @@
+"""The rankings that are compared: each orders the chunks of one layer by a query.
+
+Signatures come from ``hybridmem.hdc``; the search is numpy, so that a ranking can be tried before
+the package has it. ``answers.py`` has the store itself beside them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybridmem.hdc import Projector
+
+from .smollm2 import HEAD_DIM, KV_HEADS, WIDTH
+
+CHUNK = 64
+Floats = NDArray[np.float32]
+
+
+@dataclass
+class Keys:
+    """What one layer of a memory may be indexed by; ``[tokens, 192]``, and the layer's mean key."""
+
+    unrotated: Floats
+    rotated: Floats
+    mean: Floats
+
+
+@dataclass
+class Query:
+    """The last query tokens of a question in one layer, summed over the heads of each group."""
+
+    unrotated: Floats
+    rotated: Floats
+    mean: Floats
+
+
+def grouped(queries: Floats) -> Floats:
+    """``[n, 576]`` summed over the query heads of each K/V head: ``[n, 192]``."""
+    return queries.reshape(len(queries), KV_HEADS, -1, HEAD_DIM).sum(2).reshape(len(queries), WIDTH)
+
+
+class Ranking(Protocol):
+    """One way to order chunks."""
+
+    @property
+    def name(self) -> str: ...
+
+    def entry_bytes(self) -> int: ...
+
+    def index(self, keys: Keys) -> Any: ...
+
+    def score(self, index: Any, query: Query) -> NDArray[np.floating[Any]]: ...
+
+
+def words(signatures: NDArray[np.uint8]) -> NDArray[np.uint64]:
+    """Packed signatures as 64-bit words, word by word: ``[words, n]``."""
+    return np.ascontiguousarray(signatures.view(np.uint64).T)
+
+
+def hamming(index: NDArray[np.uint64], query: NDArray[np.uint64]) -> NDArray[np.uint16]:
+    """Distances ``[m, n]`` of signatures given as ``[words, n]`` and ``[words, m]``."""
+    out = np.zeros((query.shape[1], index.shape[1]), np.uint16)
+    for word, many in zip(query, index, strict=True):
+        for row, one in zip(out, word, strict=True):
+            row += np.bitwise_count(many ^ one)
+    return out
+
+
+def pooled(rows: Floats, run: int = CHUNK) -> Floats:
+    """Means of runs of consecutive rows."""
+    return rows.reshape(-1, run, rows.shape[1]).mean(1, dtype=np.float64).astype(np.float32)
+
+
+@dataclass(frozen=True)
+class Recency:
+    """The newest chunks."""
+
+    name: str = "recency"
+
+    def entry_bytes(self) -> int:
+        return 0
+
+    def index(self, keys: Keys) -> int:
+        return len(keys.unrotated) // CHUNK
+
+    def score(self, index: int, query: Query) -> NDArray[np.float64]:
+        return np.arange(index, dtype=np.float64)
+
+
+@dataclass(frozen=True)
+class Pooled:
+    """One signature of the mean key of a chunk; the query is the mean of its tokens."""
+
+    name: str
+    rotated: bool = False
+    centre: bool = False
+    norms: bool = False
+    bits: int = 4096
+
+    def entry_bytes(self) -> int:
+        return self.bits // 8
+
+    def index(self, keys: Keys) -> tuple[NDArray[np.uint64], Floats]:
+        means = pooled(keys.rotated if self.rotated else keys.unrotated)
+        if self.centre:
+            means = means - keys.mean
+        return words(Projector(WIDTH, self.bits).project(means)), np.linalg.norm(means, axis=1)
+
+    def score(self, index: Any, query: Query) -> NDArray[np.float64]:
+        signatures, norms = index
+        row = (query.rotated if self.rotated else query.unrotated).mean(0, keepdims=True)
+        distance = hamming(signatures, words(Projector(WIDTH, self.bits).project(row)))[0]
+        return (
+            norms * np.cos(np.pi * distance / self.bits)
+            if self.norms
+            else -distance.astype(np.float64)
+        )
+
+
+@dataclass(frozen=True)
+class Late:
+    """A signature a run of ``tokens`` tokens; mean over query tokens of the best of a chunk."""
+
+    name: str
+    bits: int
+    tokens: int = 1
+    centre_keys: bool = True
+    centre_query: bool = True
+    rotated: bool = False
+
+    def entry_bytes(self) -> int:
+        return CHUNK // self.tokens * self.bits // 8
+
+    def index(self, keys: Keys) -> NDArray[np.uint64]:
+        rows = keys.rotated if self.rotated else keys.unrotated
+        rows = pooled(rows, self.tokens) if self.tokens > 1 else rows
+        if self.centre_keys:
+            rows = rows - keys.mean
+        return words(Projector(WIDTH, self.bits).project(rows))
+
+    def score(self, index: NDArray[np.uint64], query: Query) -> NDArray[np.float64]:
+        rows = query.rotated if self.rotated else query.unrotated
+        if self.centre_query:
+            rows = rows - query.mean
+        distance = hamming(index, words(Projector(WIDTH, self.bits).project(rows)))
+        return -best(distance, CHUNK // self.tokens, np.minimum)
+
+
+@dataclass(frozen=True)
+class Staged:
+    """``first`` keeps the best ``keep`` chunks, ``second`` orders those."""
+
+    name: str
+    first: Late
+    second: Late
+    keep: int = 40
+
+    def entry_bytes(self) -> int:
+        return self.second.entry_bytes()
+
+    def index(self, keys: Keys) -> tuple[Any, Any]:
+        return self.first.index(keys), self.second.index(keys)
+
+    def score(self, index: Any, query: Query) -> NDArray[np.float64]:
+        scores = self.second.score(index[1], query)
+        out = np.full(len(scores), -np.inf)
+        kept = np.argsort(-self.first.score(index[0], query), kind="stable")[: self.keep]
+        out[kept] = scores[kept]
+        return out
+
+
+@dataclass(frozen=True)
+class ExactLate:
+    """Late interaction with the keys themselves: reads all of them."""
+
+    name: str
+    cosine: bool = False
+
+    def entry_bytes(self) -> int:
+        return CHUNK * WIDTH * 4
+
+    def index(self, keys: Keys) -> Floats:
+        rows = keys.unrotated - keys.mean
+        return rows / np.linalg.norm(rows, axis=1, keepdims=True) if self.cosine else rows
+
+    def score(self, index: Floats, query: Query) -> NDArray[np.float64]:
+        rows = query.unrotated - query.mean
+        if self.cosine:
+            rows = rows / np.linalg.norm(rows, axis=1, keepdims=True)
+        return best(rows @ index.T, CHUNK, np.maximum)
+
+
+def best(scores: NDArray[Any], run: int, pick: np.ufunc) -> NDArray[np.float64]:
+    """Mean over rows of the best of each run of columns."""
+    return pick.reduce(scores.reshape(len(scores), -1, run), axis=2).mean(0, dtype=np.float64)
+
+
+# Measured by needle recall only: no answers are generated from what these retrieve.
+NEEDLES_ONLY = frozenset(
+    (
+        "pooled 4096, unrotated",
+        "pooled 4096, centred, norms",
+        "tokens x 256, rotated keys",
+        "tokens x 256, nothing centred",
+    )
+)
+
+
+def all_rankings() -> list[Ranking]:
+    """The rankings of the tables, in their order."""
+    return [
+        Recency(),
+        Pooled("pooled 4096, rotated keys", rotated=True),
+        Pooled("pooled 4096, unrotated"),
+        Pooled("pooled 4096, centred", centre=True),
+        Pooled("pooled 4096, centred, norms", centre=True, norms=True),
+        Late(
+            "tokens x 256, rotated keys", 256, centre_keys=False, centre_query=False, rotated=True
+        ),
+        Late("16 tokens x 256", 256, tokens=16),
+        Late("tokens x 64", 64),
+        Late("tokens x 128", 128),
+        Late("tokens x 256", 256),
+        Late("tokens x 512", 512),
+        Late("tokens x 256, query not centred", 256, centre_query=False),
+        Late("tokens x 256, nothing centred", 256, centre_keys=False, centre_query=False),
+        Staged("tokens x 64 keeps 4k, x 256 decides", Late("", 64), Late("", 256)),
+        ExactLate("late interaction, exact keys"),
+        ExactLate("late interaction, exact cosine", cosine=True),
+    ]
