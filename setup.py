@@ -8,8 +8,20 @@ from setuptools.command.build_ext import build_ext
 
 HERE = Path(__file__).parent
 
+# For hunting a fault: HYBRIDMEM_CHECKED=1 python setup.py build_ext --inplace --force
+CHECKED = bool(os.environ.get("HYBRIDMEM_CHECKED"))
+
+DIRECTIVES = {
+    "language_level": 3,
+    "boundscheck": CHECKED,
+    "wraparound": False,
+    "initializedcheck": CHECKED,
+    "cdivision": True,
+    "freethreading_compatible": True,
+}
+
 # Contraction to FMA would make results depend on the machine; fast-math and -march=native likewise.
-UNIX_FLAGS = ["-O3", "-ffp-contract=off", "-fno-math-errno", "-std=c11"]
+UNIX_FLAGS = ["-O3", "-g0", "-ffp-contract=off", "-fno-math-errno", "-std=c11"]
 MSVC_FLAGS = ["/O2", "/fp:precise", "/std:c11"]
 
 
@@ -29,8 +41,6 @@ kernels = Extension(
     depends=sorted(str(p.relative_to(HERE)) for p in HERE.glob("hybridmem/_simd/*.h")),
     include_dirs=["hybridmem"],
 )
-if os.environ.get("HYBRIDMEM_CHECKED"):  # bounds checks and C assertions, for hunting a fault
-    kernels.cython_directives = {"boundscheck": True, "wraparound": False}
-    kernels.undef_macros = ["NDEBUG"]
+kernels.cython_directives = DIRECTIVES
 
 setup(ext_modules=[kernels], cmdclass={"build_ext": BuildKernels})

@@ -1,5 +1,3 @@
-# cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
-# cython: cdivision=True, freethreading_compatible=True, embedsignature=False
 """Compiled kernels. One call per batch; the caller checks shapes, contents are taken as they are.
 
     _kernels.pyx    arguments, memory, the GIL
@@ -10,6 +8,7 @@
         scalar.h | popcnt.h | avx2.h | avx512.h | neon.h
 
 Every function has a plain-numpy twin in tests/twins.py. All instruction sets give the same bits.
+The compiler directives are in setup.py, with a switch for bounds checks.
 """
 
 import os
@@ -93,6 +92,23 @@ cdef extern from "_simd/codec.h" nogil:
         void (*from_bfloat16)(const uint16_t *, size_t, float *) noexcept nogil
         void (*from_float16)(const uint16_t *, size_t, float *) noexcept nogil
     const hm_codec *hm_codec_of(const char *level) noexcept
+
+cdef extern from "_simd/attend.h" nogil:
+    enum: HM_ATTEND_ROWS
+    ctypedef struct hm_attention:
+        size_t queries
+        size_t heads
+        size_t kv_heads
+        size_t head_dim
+        float scale
+        const float *q
+        float *acc
+        float *top
+        float *sum
+        float *scores
+    ctypedef void (*hm_attend_fn)(
+        const hm_attention *, const float *, const float *, size_t) noexcept nogil
+    hm_attend_fn hm_attend_of(const char *level) noexcept
 
 cdef extern from "<string.h>" nogil:
     void *memset(void *p, int value, size_t size) noexcept
@@ -417,21 +433,12 @@ def dequantize_channels(const int8_t[:, ::1] q not None, bint wide,
 
     Scales that are not exact in float16 need wide, for the same rounding.
     """
-    cdef size_t d = q.shape[1], c
-    cdef float *scales
     cdef hm_fpenv saved
     with nogil:
-        scales = <float *> hm_alloc(d * sizeof(float))
-        if scales != NULL:
-            for c in range(d):
-                scales[c] = scale[c // 2]
-            saved = hm_fpenv_enter()
-            hm_codec_of(hm_active.name).dequantize_channels(
-                &q[0, 0], q.shape[0], d, wide, scales, &zero[0], &out[0, 0])
-            hm_fpenv_leave(saved)
-            hm_free(scales)
-    if scales == NULL:
-        raise MemoryError
+        saved = hm_fpenv_enter()
+        hm_codec_of(hm_active.name).dequantize_channels(
+            &q[0, 0], q.shape[0], q.shape[1], wide, &scale[0], &zero[0], &out[0, 0])
+        hm_fpenv_leave(saved)
 
 
 def dequantize_rows(const int8_t[:, ::1] q not None, Py_ssize_t width, bint wide,
@@ -488,3 +495,138 @@ def from_float16(const uint16_t[:, ::1] x not None, float[:, ::1] out not None):
         hm_codec_of(hm_active.name).from_float16(
             &x[0, 0], <size_t> x.shape[0] * <size_t> x.shape[1], &out[0, 0])
         hm_fpenv_leave(saved)
+
+
+# ---------------------------------------------------------------------------------------------
+# Attention over stored rows
+# ---------------------------------------------------------------------------------------------
+
+cdef int _attention_set(hm_attention *a, const float[:, ::1] q, Py_ssize_t heads,
+                        Py_ssize_t kv_heads, float scale, float[:, ::1] acc, float[:, ::1] top,
+                        float[:, ::1] total) noexcept nogil:
+    a.queries = q.shape[0]
+    a.heads = heads
+    a.kv_heads = kv_heads
+    a.head_dim = q.shape[1] // heads
+    a.scale = scale
+    a.q = &q[0, 0]
+    a.acc = &acc[0, 0]
+    a.top = &top[0, 0]
+    a.sum = &total[0, 0]
+    a.scores = <float *> hm_alloc(a.queries * a.heads * HM_ATTEND_ROWS * sizeof(float))
+    return a.scores != NULL
+
+
+def attend(const float[:, ::1] q not None, const float[:, ::1] k not None,
+           const float[:, ::1] v not None, Py_ssize_t heads, Py_ssize_t kv_heads, float scale,
+           float[:, ::1] acc not None, float[:, ::1] top not None, float[:, ::1] total not None):
+    """Go on with the attention of q [m, heads * head_dim] over rows of k and v [n, kv_heads * head_dim].
+
+    acc has the shape of q and begins as zeros, top and total are [m, heads] and begin as -inf and 0.
+    """
+    cdef hm_attention a
+    cdef int ready
+    with nogil:
+        ready = _attention_set(&a, q, heads, kv_heads, scale, acc, top, total)
+        if ready:
+            hm_attend_of(hm_active.name)(&a, &k[0, 0], &v[0, 0], k.shape[0])
+            hm_free(a.scores)
+    if not ready:
+        raise MemoryError
+
+
+def attend_half(const float[:, ::1] q not None, const uint16_t[:, ::1] k not None,
+                const uint16_t[:, ::1] v not None, bint bfloat16, Py_ssize_t heads,
+                Py_ssize_t kv_heads, float scale, float[:, ::1] acc not None,
+                float[:, ::1] top not None, float[:, ::1] total not None):
+    """As attend, over float16 or bfloat16 bits, of which a few rows at a time are widened."""
+    cdef hm_attention a
+    cdef size_t d = k.shape[1], n = k.shape[0], first, rows
+    cdef float *wide = NULL
+    cdef const hm_codec *codec = hm_codec_of(hm_active.name)
+    cdef int ready
+    cdef hm_fpenv saved
+    with nogil:
+        ready = _attention_set(&a, q, heads, kv_heads, scale, acc, top, total)
+        if ready:
+            wide = <float *> hm_alloc(2 * HM_ATTEND_ROWS * d * sizeof(float))
+            ready = wide != NULL
+        if ready:
+            first = 0
+            while first < n:
+                rows = min(n - first, <size_t> HM_ATTEND_ROWS)
+                saved = hm_fpenv_enter()
+                if bfloat16:
+                    codec.from_bfloat16(&k[first, 0], rows * d, wide)
+                    codec.from_bfloat16(&v[first, 0], rows * d, wide + rows * d)
+                else:
+                    codec.from_float16(&k[first, 0], rows * d, wide)
+                    codec.from_float16(&v[first, 0], rows * d, wide + rows * d)
+                hm_fpenv_leave(saved)
+                hm_attend_of(hm_active.name)(&a, wide, wide + rows * d, rows)
+                first += rows
+        hm_free(wide)
+        hm_free(a.scores)
+    if not ready:
+        raise MemoryError
+
+
+cdef void _widen_int8(const hm_codec *codec, const int8_t[:, ::1] q, const float[:, ::1] scale,
+                      const float[:, ::1] zero, Py_ssize_t width, bint wide, size_t first,
+                      size_t rows, float *scales, float *out) noexcept nogil:
+    """Rows of INT8 as float32; width 0: one zero for each column, one scale for each two."""
+    cdef size_t d = q.shape[1], c, scale_at, zero_at
+    if width == 0:
+        for c in range(d):
+            scales[c] = scale[0, c // 2]
+        codec.dequantize_channels(&q[first, 0], rows, d, wide, scales, &zero[0, 0], out)
+        return
+    scale_at = first if scale.shape[0] > 1 else 0
+    zero_at = first if zero.shape[0] > 1 else 0
+    codec.dequantize_rows(
+        &q[first, 0], rows, d, width, wide,
+        &scale[scale_at, 0], scale.shape[1] if scale.shape[0] > 1 else 0,
+        &zero[zero_at, 0], zero.shape[1] if zero.shape[0] > 1 else 0, out)
+
+
+def attend_int8(const float[:, ::1] q not None,
+                const int8_t[:, ::1] k not None, const float[:, ::1] k_scale not None,
+                const float[:, ::1] k_zero not None, Py_ssize_t k_width, bint k_wide,
+                const int8_t[:, ::1] v not None, const float[:, ::1] v_scale not None,
+                const float[:, ::1] v_zero not None, Py_ssize_t v_width, bint v_wide,
+                Py_ssize_t heads, Py_ssize_t kv_heads, float scale, float[:, ::1] acc not None,
+                float[:, ::1] top not None, float[:, ::1] total not None):
+    """As attend, over INT8, of which a few rows at a time are widened.
+
+    k_width and v_width are the columns of a group, as in dequantize_rows; 0 stands for the layout
+    of dequantize_channels.
+    """
+    cdef hm_attention a
+    cdef size_t d = k.shape[1], n = k.shape[0], first, rows
+    cdef float *buffer = NULL
+    cdef float *wide_k
+    cdef float *wide_v
+    cdef const hm_codec *codec = hm_codec_of(hm_active.name)
+    cdef int ready
+    cdef hm_fpenv saved
+    with nogil:
+        ready = _attention_set(&a, q, heads, kv_heads, scale, acc, top, total)
+        if ready:
+            buffer = <float *> hm_alloc((2 * HM_ATTEND_ROWS + 1) * d * sizeof(float))
+            ready = buffer != NULL
+        if ready:
+            wide_k = buffer + d
+            wide_v = wide_k + HM_ATTEND_ROWS * d
+            first = 0
+            while first < n:
+                rows = min(n - first, <size_t> HM_ATTEND_ROWS)
+                saved = hm_fpenv_enter()
+                _widen_int8(codec, k, k_scale, k_zero, k_width, k_wide, first, rows, buffer, wide_k)
+                _widen_int8(codec, v, v_scale, v_zero, v_width, v_wide, first, rows, buffer, wide_v)
+                hm_fpenv_leave(saved)
+                hm_attend_of(hm_active.name)(&a, wide_k, wide_v, rows)
+                first += rows
+        hm_free(buffer)
+        hm_free(a.scores)
+    if not ready:
+        raise MemoryError
