@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import operator
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,8 @@ __all__ = [
     "cache_tokens",
     "concatenate_like",
     "count",
+    "entry_id",
+    "entry_ids",
     "importance",
     "layer_index",
     "matrix",
@@ -148,7 +150,7 @@ def importance(v: object, name: str = "importance") -> float:
 
 def _integer(v: object, name: str, want: str) -> int:
     torch = _torch_of(v)
-    is_bool = isinstance(v, (bool, np.bool_)) or (torch is not None and v.dtype == torch.bool)  # type: ignore[attr-defined]
+    is_bool = isinstance(v, bool) or (torch is not None and v.dtype == torch.bool)  # type: ignore[attr-defined]
     try:
         if not is_bool:
             return operator.index(v)  # type: ignore[arg-type]  # that is the question
@@ -169,6 +171,29 @@ def _is_real(v: Any) -> bool:
     if torch is not None:
         return bool(v.ndim == 0 and v.dtype != torch.bool and not v.dtype.is_complex)
     return hasattr(type(v), "__float__") or hasattr(type(v), "__index__")
+
+
+def entry_id(value: Any) -> int:
+    """Return an id that is asked for; any integer may be, and is in no store if it is negative."""
+    try:
+        return count(value, "entry_id", 0)
+    except ValueError:
+        raise KeyError(value) from None
+
+
+def entry_ids(ids: Any) -> npt.NDArray[np.uint64]:
+    """Return ids to search among; those that no entry can have are left out."""
+    if not isinstance(ids, np.ndarray):
+        if isinstance(ids, (str, bytes)) or not isinstance(ids, Iterable):
+            raise TypeError(f"entry_ids: got {_short(ids)}, want a sequence of integers")
+        numbers = np.array([count(one, "entry_ids", 0) for one in ids], object)
+        kept = numbers[numbers < 1 << 64] if len(numbers) else numbers
+        return kept.astype(np.uint64)
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise TypeError(
+            f"entry_ids: got {ids.dtype} of shape {_shape(ids)}, want a sequence of integers"
+        )
+    return ids[ids > 0].astype(np.uint64)
 
 
 # -- caches that retrieved rows are put before ----------------------------------------------------

@@ -13,6 +13,7 @@
 #define HM_STRIP 64       /* columns that are quantised by channel at a time */
 #define HM_STRIP_ROWS 128 /* rows up to which a strip is copied: 32 KiB */
 #define HM_UNIT 32        /* groups of a row are a multiple of this wide */
+#define HM_BAND 512       /* columns that are dequantised by channel at a time */
 #define HM_RUN 64         /* groups of a row that are fitted at a time */
 
 #define HM_MAGNITUDE UINT32_C(0x7FFFFFFF)
@@ -26,7 +27,6 @@ typedef struct {
                                float *zero);
     float (*quantize_rows)(const float *x, size_t n, size_t d, size_t width, int wide, int8_t *q,
                            float *scale, float *zero);
-    /* scale and zero have one value per column. */
     void (*dequantize_channels)(const int8_t *q, size_t n, size_t d, int wide, const float *scale,
                                 const float *zero, float *out);
     /* scale_row and zero_row: values from one row to the next. */

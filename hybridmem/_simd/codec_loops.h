@@ -190,16 +190,22 @@ HM_CODEC_T float HM_CODEC_FN(quantize_rows)(const float *x, size_t n, size_t d, 
 /* With scales of float16's precision the product is exact in float32, so the sum is rounded as it is
  * from float64; wide ones need float64 for that. */
 HM_CODEC_T void HM_CODEC_FN(dequantize_channels)(const int8_t *q, size_t n, size_t d, int wide,
-                                                 const float *HM_RESTRICT scale,
-                                                 const float *HM_RESTRICT zero, float *out) {
-    size_t row, c;
-    for (row = 0; row < n; row++) {
-        const int8_t *HM_RESTRICT from = q + row * d;
-        float *HM_RESTRICT to = out + row * d;
-        if (wide)
-            for (c = 0; c < d; c++) to[c] = hm_value_wide(from[c], scale[c], zero[c]);
-        else
-            for (c = 0; c < d; c++) to[c] = zero[c] + scale[c] * (float)from[c];
+                                                 const float *scale, const float *zero, float *out) {
+    float s[HM_BAND];
+    size_t first, row, c;
+    for (first = 0; first < d; first += HM_BAND) {
+        size_t w = hm_min_size(HM_BAND, d - first);
+        const float *HM_RESTRICT z = zero + first;
+        for (c = 0; c < w / 2; c++) s[2 * c] = s[2 * c + 1] = scale[first / 2 + c];
+        if (w % 2) s[w - 1] = scale[d / 2];
+        for (row = 0; row < n; row++) {
+            const int8_t *HM_RESTRICT from = q + row * d + first;
+            float *HM_RESTRICT to = out + row * d + first;
+            if (wide)
+                for (c = 0; c < w; c++) to[c] = hm_value_wide(from[c], s[c], z[c]);
+            else
+                for (c = 0; c < w; c++) to[c] = z[c] + s[c] * (float)from[c];
+        }
     }
 }
 
