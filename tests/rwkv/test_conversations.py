@@ -48,7 +48,7 @@ def test_save_and_load_bit_for_bit(held: Any, tmp_path: Path) -> None:
     _, state = run(model, text(3, seed=8), [1] * 3, state)  # between two searches
     memory.save(state, tmp_path / "c.pt")
     expected, _ = run(model, text(30, seed=9), [1] * 30, copy.deepcopy(state))
-    memory._tier.forget()
+    memory._tier.rows.clear()
     logits, _ = run(model, text(30, seed=9), [1] * 30, memory.load(tmp_path / "c.pt"))
     assert torch.equal(logits, expected)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+import hybridmem
 from hybridmem.integrations import rwkv_x
 from hybridmem.integrations.rwkv_x import _hooks
 
@@ -162,6 +164,83 @@ def test_recall_all_sees_every_conversation(checkpoint: Path, tmp_path: Path) ->
         assert memory.store.stats().hits - before == len(memory.store)
         logits, _ = run(model, tokens, [40] + [1] * 40)
     assert largest(logits - reference(checkpoint, tokens)) > 0.1
+
+
+def test_rows_of_a_branch_are_not_attended_to_again(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With recall="all" a branch finds entries that hold rows which it holds itself."""
+    root, left, right = text(45), text(20, seed=3), text(31, seed=4)
+    seen: list[np.ndarray] = []
+    original = _hooks.attend
+
+    def noting(queries: Any, groups: Any) -> Any:
+        seen.append(np.concatenate([g.keys.transpose(0, 1).flatten(1).numpy() for g in groups]))
+        return original(queries, groups)
+
+    model = load(checkpoint, 4)
+    options = {"top_k": EVERYTHING, "chunk_tokens": 10, "recall": "all"}
+    with rwkv_x.attach(model, tmp_path / "mem", **options) as memory:
+        _, state = run(model, root, [30] + [1] * 15)
+        branch = copy.deepcopy(state)
+        run(model, left, [1] * 20, state)
+        monkeypatch.setattr(_hooks, "attend", noting)
+        run(model, right, [1] * 31, branch)
+        assert len(memory.store) > 10
+    for number, rows in enumerate(seen):
+        assert len(np.unique(rows, axis=0)) == len(rows)
+        # the root and its own tokens, and what the other branch has put of its 20
+        own = 45 + number // 2 + 1
+        assert own <= len(rows) <= own + 20
+    assert len(seen[-1]) > own
+
+
+@pytest.mark.parametrize("rerank", ["late", "tokens", "pooled"])
+def test_options_of_queries(checkpoint: Path, tmp_path: Path, rerank: str) -> None:
+    model = load(checkpoint, 8)
+    options = {"rerank": rerank, "n_heads": 2, "candidates": 6}
+    with rwkv_x.attach(
+        model, tmp_path / "mem", chunk_tokens=8, top_k=2, query_options=options
+    ) as memory:
+        logits, _ = run(model, text(120), [60] + [1] * 60)
+        assert memory.store.stats().hits > 0
+    assert torch.isfinite(logits).all()
+    with pytest.raises((TypeError, ValueError), match="rerank"):
+        rwkv_x.attach(model, tmp_path / "mem", query_options={"rerank": "none such"})
+    hybridmem.open(tmp_path / "mem").close()
+
+
+def test_layers_are_centred_by_their_first_tokens(checkpoint: Path, tmp_path: Path) -> None:
+    tokens = text(120)
+    model = load(checkpoint, EVERYTHING)
+    with rwkv_x.attach(model, tmp_path / "mem", centre_tokens=100) as memory:
+        run(model, tokens[:60], [60])
+        assert memory.store.calibration == {}
+        _, state = run(model, tokens, [60, 60])
+        centres = memory.store.calibration
+        assert set(centres) == {0, 1}
+        frozen = {layer: mean.copy() for layer, (mean, _) in centres.items()}
+        run(model, text(300, seed=2), [300], state)
+    with rwkv_x.attach(model, tmp_path / "mem", centre_tokens=100) as memory:
+        run(model, text(300, seed=3), [300])
+        for layer, (mean, query) in memory.store.calibration.items():
+            np.testing.assert_array_equal(mean, frozen[layer])
+            assert query is not None
+    expected = rows_of(checkpoint, tokens[:60], 0).mean(0)  # the same 60 tokens twice
+    np.testing.assert_allclose(frozen[0], expected, atol=1e-4)
+    with rwkv_x.attach(model, tmp_path / "plain", centre_tokens=0) as memory:
+        run(model, text(2000), [2000])
+        assert memory.store.calibration == {}
+
+
+def test_everything_is_still_found_while_centring(checkpoint: Path, tmp_path: Path) -> None:
+    tokens = text(150)
+    model = load(checkpoint, 8)
+    options = {"top_k": EVERYTHING, "chunk_tokens": 8, "centre_tokens": 70}
+    with rwkv_x.attach(model, tmp_path / "mem", **options) as memory:
+        logits, _ = run(model, tokens, [40] + [1] * 50 + [60])
+        assert set(memory.store.calibration) == {0, 1}
+    assert largest(logits - reference(checkpoint, tokens)) < TOLERANCE
 
 
 @pytest.mark.parametrize("top_k", [1, 3])

@@ -10,6 +10,7 @@ conversation over process lifetimes, `memory.detach()` restores the model. See d
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ def attach(
     query_tokens: int = 8,
     recall: str = "own",
     importance: str = "upstream",
+    centre_tokens: int = 1024,
+    query_options: Mapping[str, Any] | None = None,
     force: bool = False,
     **config: Any,
 ) -> RwkvMemory:
@@ -55,6 +58,11 @@ def attach(
         Importance of an entry, by which the store evicts: the mean memory loss of its tokens as
         upstream computes it and ranks by it, or with the recurrent state contracted over its key
         axis. Which rows upstream keeps in tier 2 does not change.
+    centre_tokens : int
+        Tokens of a layer from which the mean key and the mean query are learned, once for a store;
+        signatures are centred by them from then on (`Store.calibrate`). 0 never does.
+    query_options : mapping, optional
+        Options of `Store.query` for every search, such as `{"rerank": "late", "n_heads": 12}`.
     force : bool
         Take a store of other weights all the same.
     **config
@@ -88,6 +96,8 @@ def attach(
         query_tokens=query_tokens,
         recall=recall,
         importance=importance,
+        centre_tokens=centre_tokens,
+        query_options=query_options,
         force=force,
         config=config,
     )

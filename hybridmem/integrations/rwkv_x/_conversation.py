@@ -78,6 +78,8 @@ class Conversation:
         int64: ids of the entries found by the last search.
     searched : int
         Number of visible entries at that search; -1 before the first.
+    mark : int
+        Tells that search from others where rows of other conversations may be left out.
     losses : tuple of (float, int)
         Sum and number of the known losses so far.
     store_id : str
@@ -93,6 +95,7 @@ class Conversation:
     newest: tuple[int, int]
     hits: Tensor
     searched: int
+    mark: int
     losses: tuple[float, int]
     store_id: str
 
@@ -110,6 +113,7 @@ class Conversation:
             newest=(0, 0),
             hits=ids,
             searched=-1,
+            mark=0,
             losses=(0.0, 0),
             store_id=store_id,
         )
@@ -132,6 +136,7 @@ class Conversation:
             "newest": self.newest,
             "hits": self.hits,
             "searched": self.searched,
+            "mark": self.mark,
             "losses": self.losses,
             "store_id": self.store_id,
         }
@@ -149,6 +154,7 @@ class Conversation:
             newest=plain["newest"],
             hits=plain["hits"],
             searched=plain["searched"],
+            mark=plain["mark"],
             losses=plain["losses"],
             store_id=plain["store_id"],
         )

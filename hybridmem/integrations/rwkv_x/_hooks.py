@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hybridmem.integrations.rwkv_x._attention import KeysValues, attend, attend_blocks, by_head
 from hybridmem.integrations.rwkv_x._conversation import UNKNOWN, Conversation, Rows
+from hybridmem.integrations.rwkv_x._found import Found
 from hybridmem.integrations.rwkv_x._tier import Tier
 
 Patch = Callable[[Any, str, Callable[..., Any]], None]
@@ -109,17 +110,18 @@ def _decode(layer: int, att: Any, x: Tensor, state: dict[str, Any], tier: Tier) 
     position = held.seen
     x = x.view(1, -1)
     query, key, value = att.receptance(x), att.key(x), att.value(x)
-    held, runs = tier.find(layer, held, query)
+    held, runs = tier.find(layer, held, query, state["k_cache"][0])
     row = Rows(key, value, torch.tensor([[position, UNKNOWN]], dtype=torch.float64))
     own = held.waiting + row
     groups = [
         by_head(state["k_cache"], state["v_cache"], att.n_head),
         by_head(own.keys, own.values, att.n_head),
     ]
-    found = runs[0][2]
+    found = tier.rows.of(runs[0][2])
     if found is not None:
         groups.insert(0, found)
     mixed = attend(query, groups)
+    tier.centring.learn(layer, key, query)
     tier.end(state, tier.settle(layer, held.replace(waiting=own)))
     return att.output(mixed.view(-1))
 
@@ -138,12 +140,13 @@ def _prefill(
     position = held.seen
     old = Rows(state["k_cache"][0], state["v_cache"][0], _cached_meta(held, state["k_cache"]))
     query = att.receptance(x)
-    held, runs = tier.find(layer, held, query)
-    if not len(old) and not len(held.waiting) and all(found is None for *_, found in runs):
+    held, runs = tier.find(layer, held, query, old.keys)
+    if not len(old) and not len(held.waiting) and not any(found.ids for *_, found in runs):
         out, keys, values = plain(x)  # nothing came before: bit for bit what upstream computes
     else:
         keys, values = att.key(x)[None], att.value(x)[None]
-        mixed = _attend_piece(query, (keys[0], values[0]), old, held, runs, att.n_head)
+        own = by_head(keys[0], values[0], att.n_head)
+        mixed = _attend_piece(query, own, old, held, runs, tier)
         out = att.output(mixed)
     keep, loss = selection
     piece = Rows(keys[0], values[0], _meta(position, loss))
@@ -152,23 +155,25 @@ def _prefill(
     rest[kept] = False
     leaving = old + piece.take(rest.nonzero().view(-1))
     held = held.replace(waiting=held.waiting + leaving, cached=piece.meta[kept])
+    tier.centring.learn(layer, piece.keys, query)
     tier.end(state, tier.settle(layer, held))
     return out, keys, values
 
 
 def _attend_piece(
     query: Tensor,
-    piece: tuple[Tensor, Tensor],
+    own: KeysValues,
     old: Rows,
     held: Conversation,
-    runs: list[tuple[int, int, KeysValues | None]],
-    heads: int,
+    runs: list[tuple[int, int, Found]],
+    tier: Tier,
 ) -> Tensor:
+    heads = int(own.keys.shape[0])
     before = [by_head(rows.keys, rows.values, heads) for rows in (old, held.waiting) if len(rows)]
-    own = by_head(*piece, heads)
     out = []
     for start, end, found in runs:
-        shared = before if found is None else [found, *before]
+        rows = tier.rows.of(found)
+        shared = before if rows is None else [rows, *before]
         out.append(attend_blocks(query[start:end], shared, own.first(end)))
     return torch.cat(out)
 

@@ -77,10 +77,12 @@ def _decode(
 ) -> Any:
     x = x.view(1, -1)
     query = att.receptance(x)
+    if tier.centring.learns(layer):
+        tier.centring.learn(layer, att.key(x), query)
     held, k_cache, v_cache = _evict(layer, att, query[None], state, tier)
-    held, runs = tier.find(layer, held, query)
+    held, runs = tier.find(layer, held, query, k_cache[0])
     tier.end(state, held)
-    groups = _remembered(held, runs[0][2], att.n_head)
+    groups = _remembered(held, tier.rows.of(runs[0][2]), att.n_head)
     if not groups:
         return plain(x[0], k_cache, v_cache)
     key, value = att.key(x), att.value(x)
@@ -97,12 +99,14 @@ def _decode(
 def _prefill(
     layer: int, att: Any, x: Tensor, state: dict[str, Any], tier: Tier, plain: Callable[..., Any]
 ) -> Any:
+    query = att.receptance(x)
+    if tier.centring.learns(layer):
+        tier.centring.learn(layer, att.key(x), query)
     # Upstream ranks with the layer's input here, not with queries; what it keeps is its affair.
     held, k_cache, v_cache = _evict(layer, att, x[None], state, tier)
-    query = att.receptance(x)
-    held, runs = tier.find(layer, held, query)
+    held, runs = tier.find(layer, held, query, k_cache[0])
     tier.end(state, held)
-    if not len(held.waiting) and all(found is None for *_, found in runs):
+    if not len(held.waiting) and not any(found.ids for *_, found in runs):
         return plain(x, k_cache, v_cache)
     key, value = att.key(x), att.value(x)
     all_keys, all_values = torch.cat((k_cache[0], key)), torch.cat((v_cache[0], value))
@@ -113,7 +117,7 @@ def _prefill(
     window = m if full else att.attn_chunk_size
     out = []
     for start, end, found in runs:
-        groups = _remembered(held, found, att.n_head)
+        groups = _remembered(held, tier.rows.of(found), att.n_head)
         at = start
         while at < end:
             first = at // window * window

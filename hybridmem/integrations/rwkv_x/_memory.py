@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
@@ -50,17 +50,19 @@ class RwkvMemory:
         query_tokens: int,
         recall: str,
         importance: str,
+        centre_tokens: int,
+        query_options: Mapping[str, Any] | None,
         force: bool,
         config: dict[str, Any],
     ) -> None:
-        for name, value in (
-            ("top_k", top_k),
-            ("chunk_tokens", chunk_tokens),
-            ("search_every", search_every),
-            ("query_tokens", query_tokens),
+        for name, value, least in (
+            ("top_k", top_k, 1),
+            ("chunk_tokens", chunk_tokens, 1),
+            ("search_every", search_every, 1),
+            ("query_tokens", query_tokens, 1),
+            ("centre_tokens", centre_tokens, 0),
         ):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+            _check_count(name, value, least)
         if recall not in ("own", "all"):
             raise ValueError(f'recall must be "own" or "all", got {recall!r}')
         if importance not in ("upstream", "corrected"):
@@ -85,13 +87,17 @@ class RwkvMemory:
             self._tier = Tier(
                 self.store,
                 heads=model.config.n_head,
+                device=self._device,
                 layers=model.config.n_attn_layer,
                 top_k=top_k,
                 chunk_tokens=chunk_tokens,
                 search_every=search_every,
                 query_tokens=query_tokens,
                 see_all=recall == "all",
+                centre_tokens=centre_tokens,
+                query_options=query_options or {},
             )
+            self._tier.try_query()
             hooks.install(model, self._tier, self._patch, corrected=importance == "corrected")
             _attached.add(model)
         except BaseException:
@@ -176,8 +182,7 @@ class RwkvMemory:
 
     @top_k.setter
     def top_k(self, value: int) -> None:
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"top_k must be an integer of at least 1, got {value!r}")
+        _check_count("top_k", value, 1)
         self._tier.top_k = value
 
     # -- conversations ----------------------------------------------------------------------------
@@ -251,10 +256,15 @@ class RwkvMemory:
                 except KeyError:  # evicted before
                     continue
         self.store.flush()
-        self._tier.forget()
+        self._tier.rows.clear()
         if is_path:
             Path(conversation).unlink()  # type: ignore[arg-type]
         return deleted
+
+
+def _check_count(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
 
 
 def _hooks_for(model: Any) -> ModuleType:

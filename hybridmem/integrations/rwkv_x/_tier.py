@@ -6,17 +6,18 @@ what a row attends to depends on the text before it and not on how the text was 
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
-from collections.abc import Sequence
+import secrets
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hybridmem.integrations.rwkv_x._attention import KeysValues
+from hybridmem.integrations.rwkv_x._centring import Centring
 from hybridmem.integrations.rwkv_x._conversation import STATE_KEY, Conversation
+from hybridmem.integrations.rwkv_x._found import Found, FoundRows
+from hybridmem.results import Entry, Hit
 
 if TYPE_CHECKING:
     from hybridmem.store import Store
@@ -32,6 +33,9 @@ class Tier:
     ----------
     top_k : int
         Entries that a search gives; may be changed at any time.
+    rows : FoundRows
+        Turns what `find` gives into rows.
+    centring : Centring
     """
 
     def __init__(
@@ -39,15 +43,17 @@ class Tier:
         store: Store,
         *,
         heads: int,
+        device: Any,
         layers: int,
         top_k: int,
         chunk_tokens: int,
         search_every: int,
         query_tokens: int,
         see_all: bool,
+        centre_tokens: int,
+        query_options: Mapping[str, Any],
     ) -> None:
         self.store = store
-        self.heads = heads
         self.top_k = top_k
         self.see_all = see_all
         self._chunk = chunk_tokens
@@ -55,7 +61,9 @@ class Tier:
         self._query_tokens = query_tokens
         # Layers take turns, so that no token pays for the searches of all of them.
         self._offsets = [layer * search_every // layers for layer in range(layers)]
-        self._at_hand = _AtHand(_AT_HAND_BYTES)
+        self.rows = FoundRows(store, heads, device, _AT_HAND_BYTES)
+        self._options = dict(query_options)
+        self.centring = Centring(store, layers, centre_tokens)
         self._store_id = store.store_id
         self._checked: set[tuple[int, int]] = {(0, 0)}
 
@@ -107,47 +115,55 @@ class Tier:
     # -- search -----------------------------------------------------------------------------------
 
     def find(
-        self, layer: int, held: Conversation, queries: Tensor
-    ) -> tuple[Conversation, list[tuple[int, int, KeysValues | None]]]:
-        """Say which rows of the store the next tokens attend to.
+        self, layer: int, held: Conversation, queries: Tensor, cache: Tensor
+    ) -> tuple[Conversation, list[tuple[int, int, Found]]]:
+        """Say which entries of the store the next tokens attend to.
 
         Parameters
         ----------
         queries : Tensor
             `[m, width]`, of the next m tokens.
+        cache : Tensor
+            `[n, width]`, keys of the upstream cache, which are attended to besides.
 
         Returns
         -------
         Conversation
             With the position, the last queries and the last hits moved on.
-        list of (int, int, KeysValues or None)
-            Runs of tokens, from and to, with the rows found for them.
+        list of (int, int, Found)
+            Runs of tokens, from and to, with what was found for them.
         """
         m = int(queries.shape[0])
         points = self._points(layer, held, m)
         recent = torch.cat((held.queries, queries)) if len(held.queries) else queries
-        hits = held.hits
-        runs: list[tuple[int, int, KeysValues | None]] = []
+        last = self._finding(layer, held, cache, tuple(held.hits.tolist()), held.mark)
+        runs = []
         if not points or points[0] > 0:
-            runs.append((0, points[0] if points else m, self._rows(layer, hits)))
+            runs.append((0, points[0] if points else m, last))
         if points:
             behind = len(held.queries) + 1
             wanted = [
                 recent[max(0, behind + at - self._query_tokens) : behind + at] for at in points
             ]
-            found = self._search(layer, held, wanted)
-            hits = found[-1][0]
-            for (_, rows), start, end in zip(found, points, [*points[1:], m], strict=True):
-                if runs and runs[-1][2] is rows:
+            found = self._search(layer, held, wanted, cache)
+            for one, start, end in zip(found, points, [*points[1:], m], strict=True):
+                if runs and runs[-1][2].key == one.key:
                     start = runs.pop()[0]
-                runs.append((start, end, rows))
+                runs.append((start, end, one))
+            last = found[-1]
         held = held.replace(
             seen=held.seen + m,
             queries=recent[max(0, len(recent) - self._query_tokens + 1) :],
-            hits=hits,
+            hits=torch.tensor(last.ids, dtype=torch.int64) if points else held.hits,
             searched=len(held.entries) if points else held.searched,
+            mark=last.mark,
         )
         return held, runs
+
+    def try_query(self) -> None:
+        """Raise what the store says of the options, before anything depends on them."""
+        query = np.ones(self.store.config.embed_dim, np.float32)
+        self.store.query(query, 0, self.top_k, entry_ids=[], **self._options)
 
     def _points(self, layer: int, held: Conversation, m: int) -> list[int]:
         """Which of the next m tokens search."""
@@ -160,61 +176,35 @@ class Tier:
         return points
 
     def _search(
-        self, layer: int, held: Conversation, wanted: Sequence[Tensor]
-    ) -> list[tuple[Tensor, KeysValues | None]]:
+        self, layer: int, held: Conversation, wanted: Sequence[Tensor], cache: Tensor
+    ) -> list[Found]:
         visible = None if self.see_all else held.entries.numpy()
-        queries = [query.float().cpu().numpy() for query in wanted]
-        found = self.store.query_many(queries, layer, self.top_k, entry_ids=visible)
-        out: list[tuple[Tensor, KeysValues | None]] = []
-        for hits in found:
-            # The order of rows does not matter to attention; ascending ids make equal sets equal.
-            hits = sorted(hits, key=lambda hit: hit.entry_id)
-            ids = tuple(hit.entry_id for hit in hits)
-            rows = self._at_hand.get((layer, ids))
-            if rows is None and hits:
-                rows = self._gather(layer, ids, hits)
-            out.append((torch.tensor(ids, dtype=torch.int64), rows))
-        return out
-
-    # -- rows found -------------------------------------------------------------------------------
-
-    def _rows(self, layer: int, hits: Tensor) -> KeysValues | None:
-        """Return the rows of the last search, from the store if they are no longer at hand."""
-        ids = tuple(hits.tolist())
-        if not ids:
-            return None
-        rows = self._at_hand.get((layer, ids))
-        if rows is not None:
-            return rows
-        entries = []
-        for entry_id in ids:
-            try:
-                entries.append(self.store.get(entry_id))
-            except KeyError:  # evicted or forgotten since
-                continue
-        return self._gather(layer, ids, entries) if entries else None
-
-    def _gather(self, layer: int, ids: tuple[int, ...], entries: Sequence[Any]) -> KeysValues:
-        """Lay the rows of some entries side by side, by head.
-
-        One copy a search. The tokens up to the next search attend to it as one group, which takes
-        less time than one small product for each mapped entry at each token.
-        """
-        rows = KeysValues(
-            self._side_by_side([entry.keys for entry in entries]),
-            self._side_by_side([entry.values for entry in entries]),
+        results = self.store.query_many(
+            [query.float().cpu().numpy() for query in wanted],
+            layer,
+            self.top_k,
+            entry_ids=visible,
+            **self._options,
         )
-        self._at_hand.put((layer, ids), rows)
-        return rows
+        mark = secrets.randbits(62) if self.see_all else 0
+        found = []
+        for hits in results:
+            entries = sorted(hits, key=lambda hit: hit.entry_id)
+            ids = tuple(entry.entry_id for entry in entries)
+            found.append(self._finding(layer, held, cache, ids, mark, entries))
+        return found
 
-    def _side_by_side(self, arrays: Sequence[np.ndarray[Any, Any]]) -> Tensor:
-        heads = self.heads
-        views = [_tensor(array).view(len(array), heads, -1).transpose(0, 1) for array in arrays]
-        return torch.cat(views, 1)
-
-    def forget(self) -> None:
-        """Drop all rows at hand."""
-        self._at_hand.clear()
+    def _finding(
+        self,
+        layer: int,
+        held: Conversation,
+        cache: Tensor,
+        ids: tuple[int, ...],
+        mark: int,
+        entries: Sequence[Entry | Hit] | None = None,
+    ) -> Found:
+        beside = (cache, held.waiting.keys) if self.see_all else ()
+        return Found(layer, ids, entries, mark=mark, own=held.entries, beside=beside)
 
     # -- rows put away ----------------------------------------------------------------------------
 
@@ -248,48 +238,6 @@ class Tier:
             stamps=torch.cat((held.stamps, torch.tensor(stamps, dtype=torch.int64))),
             newest=newest,
         )
-
-
-class _AtHand:
-    """Rows of the latest searches, the least recently used dropped first. Thread-safe."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._bytes = 0
-        self._rows: OrderedDict[tuple[int, tuple[int, ...]], KeysValues] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def get(self, key: tuple[int, tuple[int, ...]]) -> KeysValues | None:
-        with self._lock:
-            rows = self._rows.get(key)
-            if rows is not None:
-                self._rows.move_to_end(key)
-            return rows
-
-    def put(self, key: tuple[int, tuple[int, ...]], rows: KeysValues) -> None:
-        with self._lock:
-            old = self._rows.pop(key, None)
-            self._rows[key] = rows
-            self._bytes += _size(rows) - (_size(old) if old is not None else 0)
-            while self._bytes > self._limit and len(self._rows) > 1:
-                self._bytes -= _size(self._rows.popitem(last=False)[1])
-
-    def clear(self) -> None:
-        with self._lock:
-            self._rows.clear()
-            self._bytes = 0
-
-
-def _size(rows: KeysValues) -> int:
-    return 2 * int(rows.keys.numel()) * int(rows.keys.element_size())
-
-
-def _tensor(array: np.ndarray[Any, Any]) -> Tensor:
-    """View a read-only array as a tensor."""
-    try:
-        return torch.from_dlpack(array)
-    except BufferError:  # numpy before 2.1 exports no read-only memory
-        return torch.from_numpy(array.copy())
 
 
 def _array(rows: Tensor) -> np.ndarray[Any, Any]:

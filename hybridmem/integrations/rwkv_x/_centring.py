@@ -1,0 +1,66 @@
+"""Learning the mean key and the mean query by which the store centres a layer's signatures."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+from torch import Tensor
+
+from hybridmem.store import Store
+
+#: A layer with more entries than this is not centred any more: all their signatures would change.
+_MOST_ENTRIES = 64
+
+
+class Centring:
+    """Means of the first tokens of each layer, handed to `Store.calibrate` once. Thread-safe."""
+
+    def __init__(self, store: Store, layers: int, tokens: int) -> None:
+        self._store = store
+        self._tokens = tokens
+        entries = store.stats().entries_by_layer
+        learnt = store.calibration
+        self._learning = {
+            layer: _Sums()
+            for layer in range(layers if tokens else 0)
+            if layer not in learnt and entries.get(layer, 0) <= _MOST_ENTRIES
+        }
+        self._lock = threading.Lock()
+
+    def learns(self, layer: int) -> bool:
+        """Whether a layer still needs tokens."""
+        return layer in self._learning
+
+    def learn(self, layer: int, keys: Tensor, queries: Tensor) -> None:
+        """Take note of rows of a layer, `[n, width]`; calibrate it when there are enough."""
+        if layer not in self._learning:
+            return
+        with self._lock:
+            sums = self._learning.get(layer)
+            if sums is None:
+                return
+            sums.add(keys, queries)
+            if sums.count < self._tokens:
+                return
+            del self._learning[layer]
+        try:
+            self._store.calibrate(
+                layer, keys=sums.keys / sums.count, queries=sums.queries / sums.count
+            )
+        except ValueError:
+            # Someone else has calibrated it, or INT8 keys gave other signatures than the ones that
+            # were put: the layer stays as it is.
+            return
+
+
+class _Sums:
+    def __init__(self) -> None:
+        self.count = 0
+        self.keys: np.ndarray = np.zeros(1)
+        self.queries: np.ndarray = np.zeros(1)
+
+    def add(self, keys: Tensor, queries: Tensor) -> None:
+        self.count += len(keys)
+        self.keys = self.keys + keys.double().sum(0).cpu().numpy()
+        self.queries = self.queries + queries.double().sum(0).cpu().numpy()
