@@ -119,17 +119,17 @@ def test_queries_are_summed_over_the_heads_that_share_a_key(
 ) -> None:
     model = tiny_model("llama")
     asked = []
-    query = hybridmem.Store.query
+    query_many = hybridmem.Store.query_many
 
-    def spy(self: Any, vector: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        asked.append((layer_idx, np.array(vector)))
-        return query(self, vector, layer_idx, *args, **kwargs)
+    def spy(self: Any, queries: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        asked.extend((layer_idx, np.array(vectors)) for vectors in queries)
+        return query_many(self, queries, layer_idx, *args, **kwargs)
 
     cache = new_cache(model, query_tokens=3, centre=False)
     ids = text(21)
     with retrieval(model):
         run(model, ids[:, :20], [20], cache)
-        monkeypatch.setattr(hybridmem.Store, "query", spy)
+        monkeypatch.setattr(hybridmem.Store, "query_many", spy)
         got = {}
         hook = attention_of(model).q_proj.register_forward_hook(
             lambda module, args, output: got.update(query=output[0])

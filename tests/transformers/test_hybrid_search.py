@@ -24,14 +24,15 @@ class Searches(list[Any]):
 @pytest.fixture
 def searches(monkeypatch: pytest.MonkeyPatch) -> Searches:
     seen = Searches()
-    query = hybridmem.Store.query
+    query_many = hybridmem.Store.query_many
 
-    def spy(self: Any, vectors: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        hits = query(self, vectors, layer_idx, *args, **kwargs)
-        seen.append((layer_idx, np.array(vectors), [hit.entry_id for hit in hits]))
-        return hits
+    def spy(self: Any, queries: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        found = query_many(self, queries, layer_idx, *args, **kwargs)
+        for vectors, hits in zip(queries, found, strict=True):
+            seen.append((layer_idx, np.array(vectors), [hit.entry_id for hit in hits]))
+        return found
 
-    monkeypatch.setattr(hybridmem.Store, "query", spy)
+    monkeypatch.setattr(hybridmem.Store, "query_many", spy)
     return seen
 
 
@@ -169,3 +170,29 @@ def test_more_retrieved_is_closer(tiny_model: Any, new_cache: Any) -> None:
     mean = np.mean(divergences, axis=0)
     assert (np.diff(mean) < 0).all()
     assert mean[-1] < 1e-6
+
+
+def test_the_store_is_calibrated_with_all_that_was_seen(tiny_model: Any, new_cache: Any) -> None:
+    model = tiny_model()
+    ids, mask = text(40, batch=2), left_padding(40, [0, 23])
+    cache = new_cache(model)
+    kept: dict[str, Any] = {}
+    attention = model.model.layers[0].self_attn
+    hooks = [
+        projection.register_forward_hook(
+            lambda module, args, output, name=name: kept.update({name: output[mask.bool()]})
+        )
+        for name, projection in (("k", attention.k_proj), ("q", attention.q_proj))
+    ]
+    with retrieval(model):
+        run(model, ids, [40], cache, mask)
+    for hook in hooks:
+        hook.remove()
+    key, query = cache.store.calibration[0]
+    heads = kept["q"].unflatten(1, (2, 2, 8)).sum(2).flatten(1)
+    np.testing.assert_allclose(key, kept["k"].mean(0).numpy(), atol=1e-5)
+    np.testing.assert_allclose(query, heads.mean(0).numpy(), atol=1e-5)
+    plain = new_cache(model, centre=False)
+    with retrieval(model):
+        run(model, ids, [40], plain, mask)
+    assert plain.store.calibration == {}

@@ -155,7 +155,7 @@ def test_other_conversations_are_placed_before_this_one(
 
 def test_flush_writes_placements_before_entries(tiny_model: Any, new_cache: Any) -> None:
     model = tiny_model()
-    cache = new_cache(model)
+    cache = new_cache(model, centre=False)
     calls = []
     flush, sync = cache.store.flush, cache.log.sync
     cache.store.flush = lambda: (calls.append("store"), flush())
@@ -163,6 +163,15 @@ def test_flush_writes_placements_before_entries(tiny_model: Any, new_cache: Any)
     with retrieval(model):
         run(model, text(30), [30], cache)
     assert calls == ["placements", "store"]
+    # Calibration commits what other layers have put before.
+    cache = new_cache(model)
+    calibrate, sync_again = cache.store.calibrate, cache.log.sync
+    cache.store.calibrate = lambda *a, **k: (calls.append("store"), calibrate(*a, **k))
+    cache.log.sync = lambda: (calls.append("placements"), sync_again())
+    calls.clear()
+    with retrieval(model):
+        run(model, text(30), [30], cache)
+    assert calls == ["placements", "store"] * 3 + ["placements"]
 
 
 def test_placements_survive_and_bind_to_their_entries(
@@ -235,7 +244,7 @@ def test_means_are_learned_once(tiny_model: Any, new_cache: Any, tmp_path: Path)
     for seed in range(2):
         with new_cache(model, path=tmp_path / "mem") as cache, retrieval(model):
             run(model, text(60, seed=seed), [60], cache)
-            means.append([np.array(cache.centres.get(layer)) for layer in range(3)])
+            means.append([np.array(cache.store.calibration[layer]) for layer in range(3)])
     np.testing.assert_array_equal(means[0], means[1])
     assert np.abs(means[0]).max() > 0.01
 

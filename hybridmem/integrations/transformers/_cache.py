@@ -20,7 +20,6 @@ from transformers.cache_utils import Cache, DynamicLayer
 import hybridmem
 from hybridmem.errors import ModelMismatchError, ReadOnlyError, StoreNotFoundError
 from hybridmem.integrations.transformers._call import Track
-from hybridmem.integrations.transformers._centre import centres
 from hybridmem.integrations.transformers._entries import Placement, entry_log
 from hybridmem.integrations.transformers._layer import HybridLayer, Row
 from hybridmem.integrations.transformers._rope import (
@@ -73,7 +72,8 @@ class HybridCache(Cache):
         nothing: then it only stores, which is what an ordinary bounded cache answers, for
         comparison.
     centre : bool, default True
-        Whether means of keys and queries are taken off before they are compared.
+        Whether the store is calibrated for a layer before the layer's first entry: means of keys
+        and queries, which say nothing about the text, are then taken off before they are compared.
     importance : float, default 1.0
         Importance of new entries; those of least importance and use are evicted first.
     kv_dtype : str, optional
@@ -139,7 +139,6 @@ class HybridCache(Cache):
         try:
             self._check_store(config)
             self.log = entry_log(self.store)
-            self.centres = centres(self.store)
             self._check_rope()
         except BaseException:
             if self._owns_store:
@@ -276,23 +275,6 @@ class HybridCache(Cache):
         _, seen, base = layer.searched
         return bool(base == layer.base and layer.seen - seen < self.search_interval)
 
-    def newest_entry(self) -> tuple[int, int] | None:
-        """Return id and timestamp of this conversation's newest entry, or None without any."""
-        for entry_id in sorted(
-            (i for layer in self.hybrid_layers for row in layer.rows for i in row.entry_ids[-1:]),
-            reverse=True,
-        ):
-            if (placement := self.log.get(entry_id)) is not None:
-                return entry_id, placement.timestamp
-        return None
-
-    def is_same_entry(self, entry_id: int, timestamp: int) -> bool:
-        """Whether the store has this very entry, or had it once and has evicted it."""
-        try:
-            return self.store.get(entry_id).timestamp == timestamp
-        except KeyError:
-            return True
-
     # -- what a user asks --------------------------------------------------------------------------
 
     @property
@@ -309,7 +291,6 @@ class HybridCache(Cache):
         # An entry without its placement would be lost to other conversations; the reverse is
         # harmless.
         self.log.sync()
-        self.centres.sync()
         self.store.flush()
 
     def save(self, path: os.PathLike[str] | str) -> None:

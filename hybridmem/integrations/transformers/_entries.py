@@ -162,7 +162,7 @@ class EntryLog:
     def _header(self) -> bytes:
         head = _MAGIC + _VERSION.to_bytes(8, "little") + self.weights.to_bytes(8, "little")
         head = head.ljust(_HEADER_BYTES - 4, b"\0")
-        return head + crc32c(head).to_bytes(4, "little")
+        return head + int(crc32c(head)).to_bytes(4, "little")
 
     def _load(self, known: dict[int, int]) -> None:
         directory = Directory(self._path)

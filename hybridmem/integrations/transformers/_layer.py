@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
@@ -75,7 +76,7 @@ class HybridLayer(CacheLayerMixin):
         self.cache = cache
         self.layer_idx = layer_idx
         self.rows: list[Row] = []
-        self._untaken = False
+        self._untaken = self._settled = False
         self.reset()
 
     # -- what transformers asks of a layer ---------------------------------------------------------
@@ -205,7 +206,7 @@ class HybridLayer(CacheLayerMixin):
         self._untaken = False
         if valid is None:
             valid = torch.ones(query.shape[:2], dtype=torch.bool)
-        if self.centre() is None:  # still learning the mean query
+        if not self._is_settled():
             some = query[valid]
             total = some.sum(0, dtype=torch.float64).numpy()
             self.query_sum = total if self.query_sum is None else self.query_sum + total
@@ -219,15 +220,10 @@ class HybridLayer(CacheLayerMixin):
         return query
 
     def newest_queries(self, queries: torch.Tensor, row: int, stop: int) -> Matrix:
-        """Return the last valid queries before `stop` of what `take` returned, centred."""
+        """Return the last valid queries before `stop` of what `take` returned."""
         start = max(0, stop - self.cache.query_tokens)
-        some = queries[row, start:stop][self._valid[row, start:stop]].numpy()
-        centre = self.centre()
-        return np.ascontiguousarray(some if centre is None else some - centre[1])
-
-    def centre(self) -> tuple[Matrix, Matrix] | None:
-        """Return the mean key and the mean query of this layer, if they are known."""
-        return self.cache.centres.get(self.layer_idx) if self.cache.centre else None
+        some: Matrix = queries[row, start:stop][self._valid[row, start:stop]].numpy()
+        return some
 
     def evict(self, call: Call, valid: torch.Tensor | None) -> None:
         """Send what is more than the window to the store, in whole chunks.
@@ -245,8 +241,8 @@ class HybridLayer(CacheLayerMixin):
             return
         track = self.cache.track
         angles = track.angles if getattr(call.module, "use_rope", True) else None
-        if self.cache.centre and self.centre() is None:
-            self._learn_centre(angles, valid)
+        if not self._is_settled():
+            self._calibrate(angles, valid)
         plain = unrotate(self.keys[:, :, :count], None if angles is None else angles[:, :count])
         for number, row in enumerate(self.rows):
             parts = []
@@ -261,14 +257,25 @@ class HybridLayer(CacheLayerMixin):
 
     # -- pieces ------------------------------------------------------------------------------------
 
-    def _learn_centre(self, angles: Angles | None, valid: torch.Tensor | None) -> None:
-        plain = unrotate(self.keys, angles).cpu()
-        tokens = plain.transpose(1, 2).flatten(2)  # [batch, held, embed_dim]
-        some = tokens.flatten(0, 1) if valid is None else tokens[valid.cpu()]
-        key = some.mean(0, dtype=torch.float64).float().numpy()
+    def _is_settled(self) -> bool:
+        """Whether the means that are taken off keys and queries of this layer are known."""
+        if not self._settled:
+            self._settled = not self.cache.centre or self.layer_idx in self.cache.store.calibration
+        return self._settled
+
+    def _calibrate(self, angles: Angles | None, valid: torch.Tensor | None) -> None:
+        """Set the means before the layer's first entry, from all that was seen until now."""
+        tokens = unrotate(self.keys, angles).transpose(1, 2).flatten(2)
+        some = tokens.flatten(0, 1) if valid is None else tokens[valid]
         assert self.query_sum is not None
         query = (self.query_sum / max(1, self.query_count)).astype(np.float32)
-        self.cache.centres.set(self.layer_idx, key, query)
+        self.cache.log.sync()  # calibration commits the store
+        # Where entries are there already, or another conversation came first, it stays as it is.
+        with contextlib.suppress(ValueError):
+            self.cache.store.calibrate(
+                self.layer_idx, keys=some.float().cpu().numpy(), queries=query
+            )
+        self._settled = True
 
     def _split(self, number: int, row: Row, columns: torch.Tensor) -> list[torch.Tensor]:
         """Keep the first tokens of a conversation as sinks; return the others, entry by entry."""
@@ -293,9 +300,6 @@ class HybridLayer(CacheLayerMixin):
             x[number].transpose(0, 1).flatten(1).float().cpu().numpy()
             for x in (self.keys, self.values, plain)
         )
-        centre = self.centre()
-        if centre is not None:
-            index_keys = index_keys - centre[0]
         columns = [part.numpy() for part in parts]
         ids = cache.store.put_many(
             [(keys[some], values[some]) for some in columns],

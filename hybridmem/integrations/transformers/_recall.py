@@ -69,39 +69,49 @@ def recall(
     most = max((len(ids) for ids in visible), default=0)
     if most == 0:
         return [Block(0, count, _memory(layer, call, [()] * len(layer.rows)))]
+    if count == 1 and layer.searched is not None and cache.is_recent(layer):
+        return [Block(0, 1, _memory(layer, call, layer.searched[0]))]
     # Where everything is found anyway, one search says so.
     step = cache.block_tokens if most > cache.top_k else first + count
+    stops = [*range((first // step + 1) * step - first, count, step), count]
+    found = [
+        _search(layer, queries, number, [before + stop for stop in stops], ids)
+        for number, ids in enumerate(visible)
+    ]
     blocks: list[Block] = []
     start = 0
-    while start < count:
-        stop = min(count, ((first + start) // step + 1) * step - first)
-        if count == 1 and layer.searched is not None and cache.is_recent(layer):
-            found = layer.searched[0]
-        else:
-            found = [
-                _search(layer, queries, number, before + stop, ids)
-                for number, ids in enumerate(visible)
-            ]
-            layer.searched = (found, layer.seen, layer.base)
-        memory = _memory(layer, call, found)
+    for stop, *hits in zip(stops, *found, strict=True):
+        memory = _memory(layer, call, hits)
         if blocks and blocks[-1].memory is memory:
             blocks[-1].stop = stop
         else:
             blocks.append(Block(start, stop, memory))
         start = stop
+    layer.searched = (hits, layer.seen, layer.base)
     return blocks
 
 
 def _search(
-    layer: HybridLayer, queries: torch.Tensor, number: int, stop: int, ids: npt.NDArray[np.uint64]
-) -> list[Any]:
-    """Return the hits of one row of the batch, in the order in which they are attended to."""
-    newest = layer.newest_queries(queries, number, stop)
-    if len(ids) == 0 or len(newest) == 0:
-        return []
+    layer: HybridLayer,
+    queries: torch.Tensor,
+    number: int,
+    stops: Sequence[int],
+    ids: npt.NDArray[np.uint64],
+) -> list[list[Any]]:
+    """Return the hits of one row of the batch for the queries before each stop.
+
+    They are in the order in which they are attended to.
+    """
+    newest = [layer.newest_queries(queries, number, stop) for stop in stops]
+    asked = [each for each in newest if len(each)]  # padding asks nothing
+    if len(ids) == 0 or not asked:
+        return [[] for _ in stops]
     cache = layer.cache
-    hits = cache.store.query(newest, layer.layer_idx, cache.top_k, entry_ids=ids)
-    return sorted(hits, key=lambda hit: int(hit.entry_id))
+    answers = iter(cache.store.query_many(asked, layer.layer_idx, cache.top_k, entry_ids=ids))
+    return [
+        sorted(next(answers), key=lambda hit: int(hit.entry_id)) if len(each) else []
+        for each in newest
+    ]
 
 
 def _memory(layer: HybridLayer, call: Call, found: Sequence[Sequence[Any]]) -> Memory | None:

@@ -57,7 +57,7 @@ def write_state(cache: HybridCache, path: os.PathLike[str] | str) -> None:
         "sessions": cache.sessions(0),
         "layers": layers,
         "track": [track.start, track.end],
-        "newest": cache.newest_entry(),
+        "store_id": cache.store.store_id,
     }
     if track.end:
         tensors["positions"] = track.positions
@@ -98,11 +98,11 @@ def read_state(cache: HybridCache, path: os.PathLike[str] | str, device: Any = "
     told = _told(path)
     if told["rope"] != cache.rope or told["model_id"] != cache.model_id:
         raise ModelMismatchError(f"{path} was saved with another model: {told['model_id']!r}")
-    newest = told["newest"]
-    if newest is not None and not cache.is_same_entry(*newest):
+    if told["store_id"] != cache.store.store_id:
         raise ModelMismatchError(
-            f"{path} belongs to another store than {cache.store.path}: entry {newest[0]} is not "
-            "the one that it names"
+            f"{path} belongs to another store than {cache.store.path}: ids of entries are unique "
+            "in "
+            "one store only"
         )
     with safe_open(path, framework="pt", device=str(device)) as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
