@@ -8,6 +8,7 @@ and view; views may be searched by any thread at any time.
 
 from __future__ import annotations
 
+import operator
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -310,6 +311,7 @@ class IndexView:
         list of (ids uint64 [<= k], distances uint32 [<= k]), one pair per query
             Hamming distances; with sub-signatures, sums over query tokens of the smallest one.
         """
+        k = operator.index(k)
         if k < 1:
             raise ValueError(f"k must be at least 1, got {k}")
         checked = [self._check_query(query) for query in queries]
@@ -321,7 +323,7 @@ class IndexView:
                 wanted = np.unique(wanted)
             places = self.find(wanted)
             return [self._search_at(query, k, places) for query in checked]
-        k = min(int(k), self._places)
+        k = min(k, self._places)
         if k == 0:
             return [_nothing() for _ in checked]
         if k <= RUNNING_K:
@@ -401,7 +403,7 @@ class IndexView:
             else:
                 _kernels.late_at(block.data, block.used, self._layout.lanes, rows, query, out)
         alive = np.ones(len(places), np.uint8)
-        chosen = self._smallest(distances, alive, min(int(k), len(places)), len(query))
+        chosen = self._smallest(distances, alive, min(k, len(places)), len(query))
         return self._ids(places[chosen]), distances[chosen]
 
     def _smallest(self, distances: _U32, alive: _U8, k: int, tokens: int) -> _I64:

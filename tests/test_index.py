@@ -101,6 +101,19 @@ def test_every_level_and_kind(simd: str, spec: SignatureSpec) -> None:
     model.check(model.index.view(), 5, chosen + chosen[:9])
 
 
+def test_long_query_over_few_entries() -> None:
+    """Distances far larger than the number of entries: sorted, not counted."""
+    model = Model(SignatureSpec(4096, 16, 1024), 2, few=False)
+    model.extend(90)
+    model.remove(0.1)
+    query = model.query(80)
+    ids = np.array(list(model.records)[::2], np.uint64)
+    for among in (None, ids):
+        ((got_ids, got_distances),) = model.index.view().search([query], 70, among)
+        got = list(zip(got_ids.tolist(), got_distances.tolist(), strict=True))
+        assert got == model.expect(query, 70, None if among is None else set(ids.tolist()))
+
+
 @settings(deadline=None, max_examples=40)
 @given(
     spec=st.sampled_from([s for s in SPECS if s.hdc_dim <= 512]),
@@ -242,6 +255,7 @@ def test_wrong_entries(ids: object, tokens: object, records: np.ndarray, says: s
     ("spec", "query", "k", "says"),
     [
         (SignatureSpec(64), np.zeros((1, 8), np.uint8), 0, "k must be at least 1"),
+        (SignatureSpec(64), np.zeros((1, 8), np.uint8), -(2**70), "k must be at least 1"),
         (SignatureSpec(64), np.zeros((2, 8), np.uint8), 1, "2 signatures"),
         (SignatureSpec(64), np.zeros((0, 8), np.uint8), 1, "0 signatures"),
         (SignatureSpec(64), np.zeros((1, 16), np.uint8), 1, r"\[tokens, 8\]"),

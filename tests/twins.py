@@ -82,9 +82,12 @@ def project(x: F32, hdc_dim: int, seed: int) -> U8:
     return np.packbits(np.concatenate(outputs)[:hdc_dim] >= 0, bitorder="little")
 
 
+SET_BITS = np.array([f"{byte:b}".count("1") for byte in range(256)], np.uint8)
+
+
 def hamming(a: U8, b: U8) -> I64:
     """[n, bytes] and [m, bytes] -> [n, m]."""
-    return np.unpackbits(a[:, None, :] ^ b[None, :, :], axis=-1).sum(axis=-1, dtype=np.int64)
+    return SET_BITS[a[:, None, :] ^ b[None, :, :]].sum(axis=-1, dtype=np.int64)
 
 
 def late(subs: U8, query: U8) -> int:
