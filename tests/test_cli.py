@@ -308,7 +308,7 @@ def program(
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=900,
         check=False,
     )
 
@@ -380,3 +380,24 @@ def test_the_documentation_has_the_help_of_every_command() -> None:
     assert space["renewed"](page).split() == page.split(), (
         "python tools/write_cli_docs.py brings it up to date"
     )
+
+
+def test_the_demo_finds_the_answer_and_prints_its_table(tmp_path: Path) -> None:
+    from hybridmem import demo
+
+    if not demo.DATA.exists():
+        pytest.skip("this copy of the source came without the sample")
+    # One thread: beside other work the threads of numpy would wait for each other.
+    done = program("demo", "stores", "--json", cwd=tmp_path, OPENBLAS_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert {store["index"] for store in result["stores"]} == {"pooled", "tokens"}
+    tokens = next(store for store in result["stores"] if store["index"] == "tokens")
+    assert sum(tokens["answer_found"]) >= 1
+    assert tokens["error_question"] < result["baselines"]["cache only"]["error_question"]
+    assert demo.table(result).splitlines()[0].startswith("Model")
+    # The stores are kept where they were asked for, and are stores.
+    kept = sorted(path.name for path in (tmp_path / "stores").iterdir())
+    assert document("info", tmp_path / "stores" / kept[0])["entries"] == tokens["entries"]
+    again = program("demo", "stores", cwd=tmp_path)
+    assert (again.returncode, "Traceback" in again.stderr) == (1, False)
