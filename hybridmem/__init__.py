@@ -2,7 +2,7 @@
 
 from hybridmem import hdc
 from hybridmem._kernels import simd_level
-from hybridmem.attention import augmented_kv
+from hybridmem.attention import attend, augmented_kv, merge_attention
 from hybridmem.config import Config
 from hybridmem.errors import (
     CorruptStoreError,
@@ -40,9 +40,11 @@ __all__ = [
     "StoreLockedError",
     "StoreNotFoundError",
     "VersionError",
+    "attend",
     "augmented_kv",
     "create",
     "hdc",
+    "merge_attention",
     "open",
     "simd_level",
 ]

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from hybridmem import _arrays, _kernels
 
-__all__ = ["Codec", "Tensor", "group_width"]
+__all__ = ["Attention", "Codec", "Tensor", "group_width"]
 
 Floats = npt.NDArray[np.float32]
 
@@ -56,6 +56,23 @@ class Tensor(NamedTuple):
     dtype: str
     shape: tuple[int, int]
     data: Any
+
+
+class Attention(NamedTuple):
+    """The state of attention that goes on from entry to entry.
+
+    Attributes
+    ----------
+    query : float32 array, shape (m, heads * head_dim)
+    shape : tuple of (int, int, float)
+        Heads of the query, heads of keys and values, scale of the products.
+    running : tuple of three float32 arrays
+        Weighted sum of values [m, heads * head_dim], largest product and sum of weights [m, heads].
+    """
+
+    query: Floats
+    shape: Any
+    running: Any
 
 
 class Codec:
@@ -128,6 +145,32 @@ class Codec:
     def decode_keys(tensors: Sequence[Tensor]) -> Floats:
         """Return the keys alone, as `decode` does, of tensors that fit each other."""
         return _decoded({tensor.suffix: tensor for tensor in tensors}, "k")
+
+    @staticmethod
+    def attend(tensors: Sequence[Tensor], state: Attention) -> None:
+        """Go on with attention over an entry's tensors as they are stored."""
+        parts = {tensor.suffix: tensor for tensor in tensors}
+        k, v = (_aligned(parts[letter].data) for letter in "kv")
+        dtype = parts["k"].dtype
+        if dtype == "F32":
+            _kernels.attend(state.query, k, v, *state.shape, *state.running)
+        elif dtype != "I8":
+            is_bf16 = dtype == "BF16"
+            _kernels.attend_half(
+                state.query,
+                k.view(np.uint16),
+                v.view(np.uint16),
+                is_bf16,
+                *state.shape,
+                *state.running,
+            )
+        else:
+            forms: Any = [state.query]
+            for letter, q in (("k", k), ("v", v)):
+                scale, zero = (_float32(parts[f"{letter}_{end}"].data) for end in ("scale", "zero"))
+                width = _row_width(scale, q.shape[1]) if scale.shape == zero.shape else 0
+                forms += [q, scale, zero, width, parts[f"{letter}_scale"].dtype == "F32"]
+            _kernels.attend_int8(*forms, *state.shape, *state.running)
 
     def mismatch(self, tensors: Sequence[Tensor], n_tokens: int, embed_dim: int) -> str | None:
         """Return what is wrong with the names, types or shapes of an entry's tensors, or None."""
@@ -253,7 +296,7 @@ def _row_width(scale: Floats, embed_dim: int) -> int:
 
 def _decoded(parts: dict[str, Tensor], letter: str) -> Floats:
     stored = parts[letter]
-    data = np.require(stored.data, requirements=("C", "A"))  # other writers need not align
+    data = _aligned(stored.data)
     if stored.dtype == "F32":
         out: Floats = data.view()
     elif stored.dtype != "I8":
@@ -266,11 +309,18 @@ def _decoded(parts: dict[str, Tensor], letter: str) -> Floats:
 
 def _dequantized(q: npt.NDArray[np.int8], stored_scale: Tensor, stored_zero: Tensor) -> Floats:
     wide = stored_scale.dtype == "F32"
-    scale = np.require(stored_scale.data, np.float32, ("C", "A"))
-    zero = np.require(stored_zero.data, np.float32, ("C", "A"))
+    scale, zero = _float32(stored_scale.data), _float32(stored_zero.data)
     out = np.empty(q.shape, np.float32)
     if scale.shape == zero.shape:
         _kernels.dequantize_rows(q, _row_width(scale, q.shape[1]), wide, scale, zero, out)
     else:
         _kernels.dequantize_channels(q, wide, scale[0], zero[0], out)
     return out
+
+
+def _aligned(data: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    return np.require(data, requirements=("C", "A"))  # other writers need not align
+
+
+def _float32(data: npt.NDArray[Any]) -> Floats:
+    return np.require(data, np.float32, ("C", "A"))

@@ -63,3 +63,47 @@ def to_bfloat16(x: _F32, out: _U16) -> bool: ...
 def to_float16(x: _F32, out: _U16) -> bool: ...
 def from_bfloat16(x: _U16, out: _F32) -> None: ...
 def from_float16(x: _U16, out: _F32) -> None: ...
+
+# Attention over stored rows
+def attend(
+    q: _F32,
+    k: _F32,
+    v: _F32,
+    heads: int,
+    kv_heads: int,
+    scale: float,
+    acc: _F32,
+    top: _F32,
+    total: _F32,
+) -> None: ...
+def attend_half(
+    q: _F32,
+    k: NDArray[np.uint16],
+    v: NDArray[np.uint16],
+    bfloat16: bool,
+    heads: int,
+    kv_heads: int,
+    scale: float,
+    acc: _F32,
+    top: _F32,
+    total: _F32,
+) -> None: ...
+def attend_int8(
+    q: _F32,
+    k: NDArray[np.int8],
+    k_scale: _F32,
+    k_zero: _F32,
+    k_width: int,
+    k_wide: bool,
+    v: NDArray[np.int8],
+    v_scale: _F32,
+    v_zero: _F32,
+    v_width: int,
+    v_wide: bool,
+    heads: int,
+    kv_heads: int,
+    scale: float,
+    acc: _F32,
+    top: _F32,
+    total: _F32,
+) -> None: ...

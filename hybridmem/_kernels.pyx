@@ -573,13 +573,11 @@ def attend_half(const float[:, ::1] q not None, const uint16_t[:, ::1] k not Non
 
 cdef void _widen_int8(const hm_codec *codec, const int8_t[:, ::1] q, const float[:, ::1] scale,
                       const float[:, ::1] zero, Py_ssize_t width, bint wide, size_t first,
-                      size_t rows, float *scales, float *out) noexcept nogil:
+                      size_t rows, float *out) noexcept nogil:
     """Rows of INT8 as float32; width 0: one zero for each column, one scale for each two."""
-    cdef size_t d = q.shape[1], c, scale_at, zero_at
+    cdef size_t d = q.shape[1], scale_at, zero_at
     if width == 0:
-        for c in range(d):
-            scales[c] = scale[0, c // 2]
-        codec.dequantize_channels(&q[first, 0], rows, d, wide, scales, &zero[0, 0], out)
+        codec.dequantize_channels(&q[first, 0], rows, d, wide, &scale[0, 0], &zero[0, 0], out)
         return
     scale_at = first if scale.shape[0] > 1 else 0
     zero_at = first if zero.shape[0] > 1 else 0
@@ -603,8 +601,7 @@ def attend_int8(const float[:, ::1] q not None,
     """
     cdef hm_attention a
     cdef size_t d = k.shape[1], n = k.shape[0], first, rows
-    cdef float *buffer = NULL
-    cdef float *wide_k
+    cdef float *wide_k = NULL
     cdef float *wide_v
     cdef const hm_codec *codec = hm_codec_of(hm_active.name)
     cdef int ready
@@ -612,21 +609,20 @@ def attend_int8(const float[:, ::1] q not None,
     with nogil:
         ready = _attention_set(&a, q, heads, kv_heads, scale, acc, top, total)
         if ready:
-            buffer = <float *> hm_alloc((2 * HM_ATTEND_ROWS + 1) * d * sizeof(float))
-            ready = buffer != NULL
+            wide_k = <float *> hm_alloc(2 * HM_ATTEND_ROWS * d * sizeof(float))
+            ready = wide_k != NULL
         if ready:
-            wide_k = buffer + d
             wide_v = wide_k + HM_ATTEND_ROWS * d
             first = 0
             while first < n:
                 rows = min(n - first, <size_t> HM_ATTEND_ROWS)
                 saved = hm_fpenv_enter()
-                _widen_int8(codec, k, k_scale, k_zero, k_width, k_wide, first, rows, buffer, wide_k)
-                _widen_int8(codec, v, v_scale, v_zero, v_width, v_wide, first, rows, buffer, wide_v)
+                _widen_int8(codec, k, k_scale, k_zero, k_width, k_wide, first, rows, wide_k)
+                _widen_int8(codec, v, v_scale, v_zero, v_width, v_wide, first, rows, wide_v)
                 hm_fpenv_leave(saved)
                 hm_attend_of(hm_active.name)(&a, wide_k, wide_v, rows)
                 first += rows
-        hm_free(buffer)
+        hm_free(wide_k)
         hm_free(a.scores)
     if not ready:
         raise MemoryError

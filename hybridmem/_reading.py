@@ -6,7 +6,7 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from types import TracebackType
 from typing import Any, ClassVar, TypeVar
 
@@ -25,9 +25,10 @@ from hybridmem._signatures import Signatures
 from hybridmem.errors import CorruptStoreError, StoreClosedError
 from hybridmem.results import Entry, Hit, Stats
 
-__all__ = ["Reader", "entry_number"]
+__all__ = ["Reader"]
 
 Floats = npt.NDArray[np.float32]
+Found = TypeVar("Found")
 Self = TypeVar("Self", bound="Reader")
 _ENTRY_FIELDS = ("entry_id", "layer_idx", "n_tokens", "importance", "timestamp", "access_count")
 
@@ -137,9 +138,23 @@ class Reader:
         rows = self._rows(query, "query")
         exact = [None if rerank_query is None else self._rows(rerank_query, "rerank_query")]
         return self._find(
-            [rows], layer_idx, top_k, entry_ids, exact, order=order, rerank=rerank,
+            [rows], layer_idx, top_k, entry_ids, exact, self._hit, order=order, rerank=rerank,
             candidates=candidates, n_heads=n_heads, max_run=max_run, newest=newest,
         )[0]  # fmt: skip
+
+    def query_stored(
+        self, query: Any, layer_idx: int, top_k: int = 5, *, entry_ids: Any = None, **options: Any
+    ) -> list[list[Tensor]]:
+        """Answer as `query` does, with the tensors of each entry as they are stored.
+
+        For `hybridmem.attend`, which reads them where they lie.
+        """
+        self._check_open()
+        rows, given = self._rows(query, "query"), options.pop("rerank_query", None)
+        exact = [None if given is None else self._rows(given, "rerank_query")]
+        return self._find(
+            [rows], layer_idx, top_k, entry_ids, exact, self._checked_tensors, **options
+        )[0]
 
     def query_many(
         self,
@@ -179,7 +194,7 @@ class Reader:
             if len(given) != len(rows):
                 raise ValueError(f"rerank_query: got {len(given)} for {len(rows)} queries")
             exact = [self._rows(one, f"rerank_query {at}") for at, one in enumerate(given)]
-        return self._find(rows, layer_idx, top_k, entry_ids, exact, **options)
+        return self._find(rows, layer_idx, top_k, entry_ids, exact, self._hit, **options)
 
     def _rows(self, query: Any, name: str) -> Floats:
         return _arrays.matrix(query, name, self.config.embed_dim, vector_ok=True)
@@ -191,11 +206,13 @@ class Reader:
         top_k: int,
         entry_ids: Any,
         exact: Sequence[Floats | None],
+        make: Callable[[int, float], Found],
         **options: Any,
-    ) -> list[list[Hit]]:
+    ) -> list[list[Found]]:
+        """Search; what is returned for a row and its score is what `make` makes of them."""
         layer = _arrays.layer_index(layer_idx)
         k = _arrays.count(top_k, "top_k", 1)
-        among = None if entry_ids is None else _ids(entry_ids)
+        among = None if entry_ids is None else _arrays.entry_ids(entry_ids)
         ranking = Ranking.checked(k, self.config.embed_dim, **options)
         signatures = self._signatures
         with self._lock:
@@ -210,7 +227,8 @@ class Reader:
             if removals != signatures.removals:  # an entry may have gone meanwhile: ask undisturbed
                 view = signatures.view(layer, self._table)
                 found = view.search(signed, depth, among)
-            results = []
+            results: list[list[Found]] = []
+            accessed: list[int] = []
             for at, (ids, distances) in enumerate(found):
                 if ranking.order == "norm":
                     ids, distances = signatures.by_norm(self._table, ids, distances)
@@ -221,19 +239,15 @@ class Reader:
                     chosen = self._reranked(
                         layer, chosen, queries[at] if rows is None else rows, k, ranking
                     )
+                del chosen[k:]
                 score = signatures.spec.score
                 results.append(
-                    [
-                        Hit(
-                            score=score(distance[entry_id], len(signed[at])),
-                            **self._fields(self._row(entry_id)),
-                        )
-                        for entry_id in chosen[:k]
-                    ]
+                    [make(self._row(one), score(distance[one], len(signed[at]))) for one in chosen]
                 )
+                accessed += chosen
             self._queries += len(queries)
-            self._hits += sum(len(hits) for hits in results)
-            self._accessed(results)
+            self._hits += len(accessed)
+            self._accessed(accessed)
             return results or [[] for _ in queries]
 
     def _reranked(
@@ -257,6 +271,17 @@ class Reader:
             ids, top_k, ranking, lambda entry_id: int(np.searchsorted(layer_ids, entry_id)), newest
         )
 
+    def _hit(self, row: int, score: float) -> Hit:
+        return Hit(score=score, **self._fields(row))
+
+    def _checked_tensors(self, row: int, score: float) -> list[Tensor]:
+        tensors = self._tensors(row)
+        n_tokens = int(self._table.columns["n_tokens"][row])
+        wrong = self._codec.mismatch(tensors, n_tokens, self.config.embed_dim)
+        if wrong is not None:
+            raise self._misfit(row, wrong)
+        return tensors
+
     def _keys(self, row: int) -> Floats:
         """Return the stored keys of an entry without a look at its values."""
         keys = self._codec.decode_keys(self._tensors(row, KEY_SUFFIXES))
@@ -275,7 +300,7 @@ class Reader:
         """
         with self._lock:
             self._check_open()
-            row = self._row(entry_number(entry_id))
+            row = self._row(_arrays.entry_id(entry_id))
             ((_, signature),) = self._table.signatures(np.array([row]))
             columns = self._table.columns
             return Entry(
@@ -322,8 +347,8 @@ class Reader:
         """Return the tensors of an entry that is in no shard yet."""
         return None
 
-    def _accessed(self, results: list[list[Hit]]) -> None:
-        """Count an access of each hit, where accesses are counted."""
+    def _accessed(self, entry_ids: Sequence[int]) -> None:
+        """Count an access of each entry that was found, where accesses are counted."""
 
     # -- contents ---------------------------------------------------------------------------------
 
@@ -467,26 +492,3 @@ def _after_fork_in_child() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork_in_child)
-
-
-def entry_number(value: Any) -> int:
-    """Return an id that is asked for; any integer may be, and is in no store if it is negative."""
-    try:
-        return _arrays.count(value, "entry_id", 0)
-    except ValueError:
-        raise KeyError(value) from None
-
-
-def _ids(entry_ids: Any) -> npt.NDArray[np.uint64]:
-    """Return ids to search among; those that no entry can have are left out."""
-    if not isinstance(entry_ids, np.ndarray):
-        if isinstance(entry_ids, (str, bytes)) or not isinstance(entry_ids, Iterable):
-            raise TypeError(f"entry_ids: got {entry_ids!r:.60}, want a sequence of integers")
-        ids = np.array([_arrays.count(one, "entry_ids", 0) for one in entry_ids], object)
-        return ids[ids < 1 << 64].astype(np.uint64) if len(ids) else np.empty(0, np.uint64)
-    if entry_ids.ndim != 1 or (entry_ids.size and entry_ids.dtype.kind not in "iu"):
-        raise TypeError(
-            f"entry_ids: got {entry_ids.dtype} of shape {list(entry_ids.shape)}, "
-            "want a sequence of integers"
-        )
-    return entry_ids[entry_ids > 0].astype(np.uint64)

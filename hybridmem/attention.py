@@ -1,13 +1,20 @@
-"""The bridge to attention: what was found, in front of what the cache holds."""
+"""The bridge to attention: what was found, in front of what the cache holds or beside it."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from hybridmem import _arrays
+from hybridmem._codec import Attention, Codec
 from hybridmem.store import Store
 
-__all__ = ["augmented_kv"]
+__all__ = ["attend", "augmented_kv", "merge_attention"]
+
+Floats = npt.NDArray[np.float32]
 
 
 def augmented_kv(
@@ -48,3 +55,103 @@ def augmented_kv(
         _arrays.concatenate_like([hit.keys for hit in hits], cache_k, name="cache_k"),
         _arrays.concatenate_like([hit.values for hit in hits], cache_v, name="cache_v"),
     )
+
+
+def attend(
+    query: Any,
+    store: Store,
+    layer_idx: int,
+    top_k: int = 5,
+    *,
+    n_heads: int = 1,
+    n_kv_heads: int | None = None,
+    scale: float | None = None,
+    search_query: Any = None,
+    entry_ids: Any = None,
+    **options: Any,
+) -> tuple[Floats, Floats]:
+    """Attend to the entries found where they lie, without bringing them together.
+
+    Merge the result with the cache's own attention by `merge_attention`: the two together are
+    attention over both.
+
+    Parameters
+    ----------
+    query : array_like of float, shape (n_heads * head_dim,) or (m, n_heads * head_dim)
+    store : Store
+    layer_idx : int
+    top_k : int, default 5
+    n_heads : int, default 1
+        Heads of the query.
+    n_kv_heads : int, optional
+        Heads that a row of keys is made of, where groups of query heads share one; `n_heads` by
+        default. `store.config.embed_dim` is `n_kv_heads * head_dim`.
+    scale : float, optional
+        Of the products; 1 / sqrt(head_dim) by default.
+    search_query : array_like, optional
+        What to search by, as for `Store.query`; by default the query, summed over the heads of each
+        group.
+    entry_ids, **options
+        As for `Store.query`.
+
+    Returns
+    -------
+    output : float32 array, shape (m, n_heads * head_dim)
+        Zeros where nothing was found.
+    log_sum_exp : float32 array, shape (m, n_heads)
+        Of the scaled products, natural logarithm; -inf where nothing was found.
+    """
+    heads = _arrays.count(n_heads, "n_heads", 1)
+    kv_heads = heads if n_kv_heads is None else _arrays.count(n_kv_heads, "n_kv_heads", 1)
+    width = store.config.embed_dim
+    if heads % kv_heads or width % kv_heads:
+        raise ValueError(
+            f"n_kv_heads: got {kv_heads}, want a divisor of n_heads={heads} and embed_dim={width}"
+        )
+    head_dim = width // kv_heads
+    rows = _arrays.matrix(query, "query", heads * head_dim, vector_ok=True)
+    if search_query is None:
+        grouped = rows.reshape(len(rows), kv_heads, heads // kv_heads, head_dim)
+        search_query = grouped.sum(axis=2).reshape(len(rows), width) if heads > kv_heads else rows
+    factor = 1 / math.sqrt(head_dim) if scale is None else float(scale)
+    if not math.isfinite(factor):
+        raise ValueError(f"scale: got {scale}, want a finite number")
+    found = store.query_stored(search_query, layer_idx, top_k, entry_ids=entry_ids, **options)
+    output = np.zeros(rows.shape, np.float32)
+    top = np.full((len(rows), heads), -np.inf, np.float32)
+    total = np.zeros((len(rows), heads), np.float32)
+    state = Attention(rows, (heads, kv_heads, factor), (output, top, total))
+    for tensors in found:
+        Codec.attend(tensors, state)
+    if found:
+        output.reshape(len(rows), heads, head_dim)[...] /= total[:, :, None]
+    with np.errstate(divide="ignore"):
+        return output, top + np.log(total)
+
+
+def merge_attention(
+    output: Any, log_sum_exp: Any, other_output: Any, other_log_sum_exp: Any
+) -> tuple[Floats, Floats]:
+    """Merge the attention over two sets of rows into that over both.
+
+    Parameters
+    ----------
+    output, other_output : array_like of float, shape (m, heads * head_dim)
+    log_sum_exp, other_log_sum_exp : array_like of float, shape (m, heads)
+
+    Returns
+    -------
+    output, log_sum_exp : float32 arrays
+        Of the same shapes. Zeros and -inf where both sets are empty.
+    """
+    parts, weights = (output, other_output), (log_sum_exp, other_log_sum_exp)
+    arrays = [np.asarray(array, np.float32) for array in (*parts, *weights)]
+    m, heads = arrays[2].shape
+    total = np.logaddexp(arrays[2], arrays[3])
+    with np.errstate(invalid="ignore"):
+        shares = [np.nan_to_num(np.exp(lse - total), nan=0.0) for lse in arrays[2:]]
+    merged = sum(
+        part.reshape(m, heads, -1) * share[:, :, None]
+        for part, share in zip(arrays[:2], shares, strict=True)
+    )
+    return np.asarray(merged).reshape(m, -1), total

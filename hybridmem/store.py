@@ -19,11 +19,10 @@ from hybridmem._eviction import lowest_rows
 from hybridmem._fileio import Directory
 from hybridmem._limits import Limits
 from hybridmem._manifest import Calibration
-from hybridmem._reading import Floats, Reader, entry_number
+from hybridmem._reading import Floats, Reader
 from hybridmem._signatures import first_mean
 from hybridmem.errors import ReadOnlyError, StoreFullError, StoreIOError
 from hybridmem.hdc import mean_pool
-from hybridmem.results import Hit
 
 __all__ = ["Store"]
 
@@ -276,7 +275,7 @@ class Store(Reader):
         """
         with self._lock:
             writer = self._writing()
-            self._kill(writer, self._row(entry_number(entry_id)))
+            self._kill(writer, self._row(_arrays.entry_id(entry_id)))
 
     def evict(self, target_entries: int) -> int:
         """Evict entries until no more than `target_entries` are left; committed on return.
@@ -447,11 +446,11 @@ class Store(Reader):
             if not (self._closed or self._forked):
                 self._background.close()
             with self._commit_lock, self._lock:
-                # After a write that failed no promise is left to keep: only let go.
                 writer = self._writer
-                if writer is not None and not (self._closed or self._forked):
-                    if writer.failure is None and not self._unflushable:
-                        self.flush()
+                # After a write that failed no promise is left to keep.
+                only_lets_go = self._closed or self._forked or self._unflushable
+                if writer is not None and writer.failure is None and not only_lets_go:
+                    self.flush()
         finally:
             super().close()
 
@@ -465,16 +464,15 @@ class Store(Reader):
     def _unflushed_bytes(self) -> int:
         return self._writer.unflushed_bytes if self._writer is not None else 0
 
-    def _accessed(self, results: list[list[Hit]]) -> None:
+    def _accessed(self, entry_ids: Sequence[int]) -> None:
         if self._writer is None or self._forked:
             return
         counts = self._table.columns["access_count"]
-        for hits in results:
-            for hit in hits:
-                row = self._row(hit.entry_id)
-                if counts[row] < _MAX_ACCESS:
-                    counts[row] += 1
-                    self._writer.accessed.add(hit.entry_id)
+        for entry_id in entry_ids:
+            row = self._row(entry_id)
+            if counts[row] < _MAX_ACCESS:
+                counts[row] += 1
+                self._writer.accessed.add(entry_id)
 
     def _writing(self) -> _commit.Writer:
         self._check_open()
