@@ -153,6 +153,19 @@ def test_query_by_entry_npy_and_safetensors(store: Path, tmp_path: Path) -> None
     assert first[:3] == ["1", "+1.0000", "7"]
 
 
+def test_query_lets_the_keys_decide(store: Path) -> None:
+    with hybridmem.open(store, mode="r") as opened:
+        asked = opened.get(7).keys
+        wanted = [hit.entry_id for hit in opened.query(asked, 0, 3, rerank="late", candidates=9)]
+        plain = [hit.entry_id for hit in opened.query(asked, 0, 3)]
+    assert wanted != plain
+    hits = document("query", store, "-k", 3, "--entry", 7, "--rerank", "late", "--candidates", 9)[
+        "hits"
+    ]
+    assert [hit["entry_id"] for hit in hits] == wanted
+    run("query", store, "--entry", 7, "--candidates", 9, code=2)
+
+
 def test_query_of_an_empty_layer_says_so(store: Path) -> None:
     result = run("query", store, "--entry", 1, "--layer", 99)
     assert result.stdout == "layer 99 has no entries\n"

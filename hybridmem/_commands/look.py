@@ -224,14 +224,29 @@ def _described(rows: npt.NDArray[np.float32]) -> str:
     metavar="FILE",
     help="Ask with the rows of a .npy file, or of FILE.safetensors:TENSOR.",
 )
+@click.option(
+    "--rerank",
+    type=click.Choice(["pooled", "tokens", "late"]),
+    help="Let the stored keys decide among the candidates.",
+)
+@click.option("--candidates", type=click.IntRange(1), help="Candidates; 4 * top-k by default.")
 @pread_option
 @json_option
 def query(
-    store: str, layer: int | None, top_k: int, entry: int | None, source: str | None, io: str
+    store: str,
+    layer: int | None,
+    top_k: int,
+    entry: int | None,
+    source: str | None,
+    rerank: str | None,
+    candidates: int | None,
+    io: str,
 ) -> None:
     """Find the entries of a layer that are most similar to some keys. Counts as no access."""
     if (entry is None) == (source is None):
         refuse("give either --entry or --file")
+    if candidates is not None and rerank is None:
+        refuse("--candidates needs --rerank")
     with read_store(store, io) as opened:
         if entry is not None:
             asked = entry_of(opened, entry)
@@ -242,7 +257,7 @@ def query(
         if layer is None:
             refuse("--file needs --layer")
         try:
-            hits = opened.query(rows, layer, top_k)
+            hits = opened.query(rows, layer, top_k, rerank=rerank, candidates=candidates)
         except (TypeError, ValueError) as error:
             refuse(f"the query does not fit the store: {error}")
         found = [{**_fields(hit), "score": hit.score} for hit in hits]
