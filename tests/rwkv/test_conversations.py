@@ -42,6 +42,16 @@ def test_plain_copies_of_a_state_go_on(held: Any, checkpoint: Path) -> None:
         assert largest(logits - expected) < TOLERANCE
 
 
+def test_new_state_is_what_upstream_makes_of_none(held: Any) -> None:
+    model, memory, _ = held
+    expected, theirs = run(model, text(30), [20] + [1] * 10)
+    logits, ours = run(model, text(30), [20] + [1] * 10, memory.new_state())
+    assert torch.equal(logits, expected)
+    assert [t.shape for t in ours["rwkv"]] == [t.shape for t in theirs["rwkv"]]
+    assert [t.dtype for t in ours["rwkv"]] == [t.dtype for t in theirs["rwkv"]]
+    assert ours["attn"][0].keys() == theirs["attn"][0].keys()
+
+
 def test_save_and_load_bit_for_bit(held: Any, tmp_path: Path) -> None:
     model, memory, state = held
     memory.top_k = 2

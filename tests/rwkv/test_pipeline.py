@@ -38,7 +38,7 @@ class Recorder:
     def __init__(self, model: Any) -> None:
         self.model = model
         self.tokens: list[int] = []
-        self.logits: list[np.ndarray] = []
+        self.logits: list[tuple[int, np.ndarray]] = []
         self.state: Any = None
 
     def forward(self, tokens: list[int], state: Any) -> Any:
@@ -57,10 +57,11 @@ def test_generate_over_several_turns(worded: Path, tmp_path: Path) -> None:
     recorder = Recorder(model)
     pipeline = utils.PIPELINE(recorder)
     with rwkv_x.attach(model, tmp_path / "mem", top_k=EVERYTHING, chunk_tokens=16) as memory:
+        state = memory.new_state()
         for prompt in PROMPTS:
-            pipeline.generate(prompt, token_count=12, args=args, state=recorder.state)
-            memory.save(recorder.state, tmp_path / "conversation.pt")
-            recorder.state = memory.load(tmp_path / "conversation.pt")
+            pipeline.generate(prompt, token_count=12, args=args, state=state)
+            memory.save(state, tmp_path / "conversation.pt")
+            state = memory.load(tmp_path / "conversation.pt")
         assert len(memory.store) > 0
     expected, _ = run(load(worded, EVERYTHING), recorder.tokens, [len(recorder.tokens)])
     assert len(recorder.logits) == 12 * len(PROMPTS)

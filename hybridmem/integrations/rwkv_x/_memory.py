@@ -187,6 +187,28 @@ class RwkvMemory:
 
     # -- conversations ----------------------------------------------------------------------------
 
+    def new_state(self) -> dict[str, Any]:
+        """Return the state of a conversation that has not begun.
+
+        `model.forward` and `PIPELINE.generate` change a state in place, and make one themselves
+        where they get None; but `generate` does not return it.
+        """
+        config, like = self._model.config, self._model.rwkv.z["emb.weight"]
+        width, size = config.n_embd, config.head_size
+        rwkv = []
+        for _ in range(config.n_rwkv_layer):
+            wkv = like.new_zeros((width // size, size, size), dtype=torch.float32)
+            rwkv += [like.new_zeros(width), wkv, like.new_zeros(width)]
+        attention = [
+            {
+                "k_cache": like.new_zeros((1, 0, width)),
+                "v_cache": like.new_zeros((1, 0, width)),
+                "ffn_x_prev": like.new_zeros(width),
+            }
+            for _ in range(config.n_attn_layer)
+        ]
+        return {"rwkv": rwkv, "attn": attention}
+
     def save(self, state: dict[str, Any], path: StrPath) -> None:
         """Save a conversation: recurrent state, cache, waiting rows, and what it may see.
 
