@@ -7,23 +7,25 @@ reached the disk is not known. Nothing is removed that a committed index.json ma
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
 from hybridmem._codec import Tensor
 from hybridmem._entries import ENTRIES_NAME, Bytes, EntryTable, Rows, dead_ranges
 from hybridmem._fileio import Buffer, Directory, UnknownOutcomeError
-from hybridmem._format import (
-    HEAD_BYTES,
-    HEADER_FIXED_BYTES,
-    HEADER_TENSOR_BYTES,
-    extend_checksums,
-    shard_name,
-)
+from hybridmem._format import HEAD_BYTES, HEADER_FIXED_BYTES, extend_checksums, shard_name
 from hybridmem._manifest import INDEX_NAME, Manifest, ShardInfo
-from hybridmem._shards import MAX_SHARD_ENTRIES, ShardPool, write_shard
+from hybridmem._shards import (
+    MAX_SHARD_ENTRIES,
+    ShardPool,
+    batches,
+    shard_bytes,
+    tensor_bytes,
+    write_shard,
+)
 from hybridmem.config import Config
 from hybridmem.errors import CorruptStoreError, StoreFullError, StoreIOError
 
@@ -96,7 +98,7 @@ class Writer:
         self._next_shard = manifest.next_shard
         self._spilled: dict[int, ShardInfo] = {}
         self._marked = False
-        self._committing = False
+        self._changing = self._in_commit = self._committing = False
         self._reserve = 0
         self.index_bytes = len(manifest.encode())
         shards, counts = np.unique(
@@ -113,17 +115,40 @@ class Writer:
                 "close this store and open it again"
             )
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether a write failed for good, or a change or commit was cut short by an interrupt.
+
+        Asked with both locks held: no change or commit can be under way.
+        """
+        return self.failure is not None or self._changing or self._in_commit
+
+    def check_whole(self) -> None:
+        """Refuse to go on if the writer is broken."""
+        if self.is_broken and self.failure is None:
+            self.failure = StoreIOError("a change was interrupted half-way")
+        self.check()
+
     # -- changes, in memory until the next commit --------------------------------------------------
+
+    @contextlib.contextmanager
+    def changing(self) -> Iterator[None]:
+        """Guard a change of several tables, which must not be committed if it is cut short."""
+        if self._changing:
+            self.check_whole()
+        self._changing = True
+        yield
+        self._changing = False
 
     def add(self, entry_id: int, tensors: list[Tensor]) -> None:
         """Keep the tensors of an entry that was put."""
         self.pending[entry_id] = tensors
-        self._pending_size += _shard_bytes(tensors)
+        self._pending_size += shard_bytes(tensors)
         self.next_entry_id = entry_id + 1
 
     def room_for(self, tensors: list[Tensor], config: Config) -> bool:
         """Whether an entry fits the shard that is being filled."""
-        size = HEADER_FIXED_BYTES + self._pending_size + _shard_bytes(tensors)
+        size = HEADER_FIXED_BYTES + self._pending_size + shard_bytes(tensors)
         full = size > config.shard_max_bytes or len(self.pending) >= MAX_SHARD_ENTRIES
         return not (full and self.pending)
 
@@ -133,15 +158,15 @@ class Writer:
         self.table.kill(row)
         tensors = self.pending.pop(entry_id, None)
         if tensors is not None:
-            self._pending_size -= _shard_bytes(tensors)
+            self._pending_size -= shard_bytes(tensors)
             return
         self.live[int(self.table.columns["shard_idx"][row])] -= 1
-        if row < self.table.n_committed or entry_id in self.flushing:
+        if row < self.table.n_committed:
             self._marked = True
 
     def spill(self, config: Config) -> None:
         """Move the pending tensors to shards on disk, which no commit names yet."""
-        self.check()
+        self._begin()
         written: list[ShardInfo] = []
         try:
             for number, entries in self._assigned(config):
@@ -152,6 +177,7 @@ class Writer:
         self._spilled.update({info.number: info for info in written})
         self.pending = {}
         self._pending_size = 0
+        self._in_commit = False
 
     # -- commits ----------------------------------------------------------------------------------
 
@@ -171,7 +197,7 @@ class Writer:
 
         What is put, evicted or deleted from now on belongs to the next one.
         """
-        self.check()
+        self.check_whole()
         table = self.table
         table.drop_dead_new()
         n_before, n_after = table.n_committed, table.n_rows
@@ -185,7 +211,8 @@ class Writer:
         )
         if not is_commit and not pieces:
             return None
-        batches = list(self._assigned(config))
+        self._begin()
+        assigned = list(self._assigned(config))
         records = table.records(np.arange(n_before, n_after))
         if len(records):
             pieces.append((n_before * table.dtype.itemsize, [memoryview(records).cast("B")]))
@@ -201,7 +228,7 @@ class Writer:
             )
         flush = Flush(
             manifest=manifest,
-            batches=batches,
+            batches=assigned,
             pieces=pieces,
             dead_shards=[shard.number for shard in shards if not self.live.get(shard.number, 0)],
             spilled=self._spilled,
@@ -228,8 +255,12 @@ class Writer:
         """Take note that a flush is committed."""
         self.flushing = {}
         if flush.manifest is not None:
-            self.table.committed(flush.manifest.n_records, self._io)
+            n_before, n_after = self.table.n_committed, flush.manifest.n_records
+            self.table.committed(n_after, self._io)
+            # What was evicted or deleted meanwhile is in this commit, and goes with the next.
+            self._marked |= not self.table.alive[n_before:n_after].all()
             self._settle(flush.manifest, flush.dead_shards)
+        self._in_commit = False
 
     def fail(self, flush: Flush, error: BaseException) -> None:
         """Take back what a failed flush did not commit; it stays to be flushed again."""
@@ -240,16 +271,16 @@ class Writer:
         taken = [one for one in self.flushing if self.table.find(one) is not None]
         self.pending = {one: self.flushing[one] for one in taken} | self.pending
         self.flushing = {}
-        self._pending_size = sum(map(_shard_bytes, self.pending.values()))
+        self._pending_size = sum(map(shard_bytes, self.pending.values()))
         self._spilled = {**flush.spilled, **self._spilled}
         self.accessed |= flush.accessed
         self._marked |= flush.marked
 
     def commit_marks(self) -> None:
         """Commit evictions and deletions alone, which needs no disk space; free what they held."""
-        self.check()
         if not self._marked:
             return
+        self._begin()
         dead = {
             shard.number for shard in self.manifest.shards if not self.live.get(shard.number, 0)
         }
@@ -264,6 +295,7 @@ class Writer:
             raise
         self._marked = False
         self._settle(manifest, dead)
+        self._in_commit = False
 
     def compact(
         self, victims: Collection[int], signed: dict[int, tuple[Bytes, int]] | None = None
@@ -277,7 +309,7 @@ class Writer:
         signed : dict of int to (signature, padding), optional
             New signatures of some entries, by id.
         """
-        self.check()
+        self._begin()
         rows = np.flatnonzero(self.table.alive[: self.table.n_committed])
         table = self.table.compacted(rows)
         for entry_id, (signature, padding) in (signed or {}).items():
@@ -314,14 +346,20 @@ class Writer:
         self.live = live | {number: self.live[number] for number in self._spilled}
         self._marked = False
         self._settle(manifest, known.keys() - live.keys())
+        self._in_commit = False
 
     @property
     def unflushed_bytes(self) -> int:
         """Bytes of tensors that no commit names."""
         unwritten = (*self.pending.values(), *self.flushing.values())
-        return sum(map(_nbytes, unwritten)) + sum(one.size for one in self._spilled.values())
+        return sum(map(tensor_bytes, unwritten)) + sum(one.size for one in self._spilled.values())
 
     # -- pieces -----------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        self.check_whole()
+        self._directory.check_lock()
+        self._in_commit = True
 
     def _next(self, **changes: object) -> Manifest:
         return self.manifest.replace(
@@ -342,6 +380,7 @@ class Writer:
                 raise
             name, self._reserve = RESERVE_NAME, 0
             self._directory.overwrite_temporary(name, data)
+        self._directory.check_lock()
         self._committing = True
         self._directory.rename(name, INDEX_NAME)
         self._directory.sync()
@@ -369,7 +408,7 @@ class Writer:
 
     def _assigned(self, config: Config) -> Iterator[tuple[int, list[tuple[int, list[Tensor]]]]]:
         """Divide the pending entries among shards whose numbers were never used."""
-        for entries in _batches(self.pending.items(), config.shard_max_bytes):
+        for entries in batches(self.pending.items(), config.shard_max_bytes):
             number = self._new_number()
             for entry_id, _ in entries:
                 row = self.table.find(entry_id)
@@ -395,7 +434,7 @@ class Writer:
     def _rewritten(self, table: EntryTable, rows: Rows) -> Iterator[tuple[ShardInfo, Rows]]:
         """Copy the tensors of some rows to new shards; yield each with its rows."""
         at = 0
-        for batch in _batches(self._stored(table, rows), self.manifest.config.shard_max_bytes):
+        for batch in batches(self._stored(table, rows), self.manifest.config.shard_max_bytes):
             yield self._write_shard(self._new_number(), batch), rows[at : at + len(batch)]
             at += len(batch)
 
@@ -453,30 +492,5 @@ class Writer:
                 self._directory.truncate_file(ENTRIES_NAME, committed)
         except (OSError, StoreIOError, CorruptStoreError):
             pass  # a tail that no commit names: ignored by readers, cut at the next open
+        self._in_commit = False
         return True
-
-
-def _nbytes(tensors: Sequence[Tensor]) -> int:
-    return sum(memoryview(tensor.data).nbytes for tensor in tensors)
-
-
-def _shard_bytes(tensors: Sequence[Tensor]) -> int:
-    """Return what an entry takes in a shard, its part of the header included, at most."""
-    return _nbytes(tensors) + len(tensors) * HEADER_TENSOR_BYTES
-
-
-def _batches(
-    entries: Iterable[tuple[int, list[Tensor]]], max_bytes: int
-) -> Iterator[list[tuple[int, list[Tensor]]]]:
-    """Divide entries among shards."""
-    batch: list[tuple[int, list[Tensor]]] = []
-    size = HEADER_FIXED_BYTES
-    for entry_id, tensors in entries:
-        nbytes = _shard_bytes(tensors)
-        if batch and (size + nbytes > max_bytes or len(batch) >= MAX_SHARD_ENTRIES):
-            yield batch
-            batch, size = [], HEADER_FIXED_BYTES
-        batch.append((entry_id, tensors))
-        size += nbytes
-    if batch:
-        yield batch

@@ -14,7 +14,7 @@ from hybridmem._fileio import Directory
 from hybridmem._format import BLOCK_RECORDS, HEAD_BYTES, extend_checksums, record_dtype
 from hybridmem._manifest import Manifest
 from hybridmem.config import Config
-from hybridmem.errors import CorruptStoreError, StoreIOError
+from hybridmem.errors import CorruptStoreError
 
 __all__ = ["ENTRIES_NAME", "EntryTable", "dead_ranges"]
 
@@ -83,6 +83,7 @@ class EntryTable:
             If it is too short, a checksum differs or a record breaks a rule of the format.
         """
         table = cls(manifest.config)
+        table._directory = directory
         count = manifest.n_records
         fd, size = directory.open_file(name)
         try:
@@ -121,7 +122,6 @@ class EntryTable:
                 table.alive[first : last + 1] = False
             table._recount()
             table._check(manifest, path)
-            table._directory = directory
             if signatures is not None:
                 table._new = list(signatures)
             else:
@@ -309,11 +309,8 @@ class EntryTable:
 
     def _map(self, fd: int, count: int) -> None:
         if count:
-            try:
-                with open(fd, "rb", closefd=False) as file:
-                    self._records = np.memmap(file, self.dtype, "r", shape=(count,))
-            except OSError as error:
-                raise StoreIOError(f"failed mapping {ENTRIES_NAME}: {error}") from error
+            assert self._directory is not None
+            self._records = self._directory.map_records(fd, self.dtype, count, ENTRIES_NAME)
 
     def close(self) -> None:
         """Let go of the mapped file."""

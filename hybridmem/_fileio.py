@@ -10,26 +10,22 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import mmap
 import os
 import secrets
 import stat
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-from hybridmem.errors import (
-    CorruptStoreError,
-    StoreFullError,
-    StoreIOError,
-    StoreLockedError,
-)
+import numpy as np
+import numpy.typing as npt
+
+from hybridmem._syscalls import Buffer, Syscalls
+from hybridmem.errors import CorruptStoreError, StoreFullError, StoreIOError, StoreLockedError
 
 __all__ = ["Buffer", "Directory", "Syscalls", "UnknownOutcomeError", "calls", "is_temporary"]
 
-Buffer = bytes | bytearray | memoryview
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -41,61 +37,12 @@ _IOV_MAX = 512
 _GROUP_BYTES = 8 << 20
 #: A single write is capped by Linux at 2 GiB - 4 KiB; stay below.
 _WRITE_MAX = 1 << 30
+#: Interruptions of one call after which it is taken for failed.
+_MAX_INTERRUPTIONS = 1000
 
 
 class UnknownOutcomeError(StoreIOError):
     """A sync or the committing rename failed: what reached the disk is not known."""
-
-
-class Syscalls:
-    """The system calls in use, one method each; `hybridmem.testing` puts others in their place."""
-
-    def mkdir(self, path: str, mode: int) -> None:
-        os.mkdir(path, mode)
-
-    def open(self, path: str, flags: int, mode: int = 0o666, dir_fd: int | None = None) -> int:
-        return os.open(path, flags, mode, dir_fd=dir_fd)
-
-    def close(self, fd: int) -> None:
-        os.close(fd)
-
-    def writev(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
-        return os.pwritev(fd, buffers, offset)
-
-    def preadv(self, fd: int, buffer: Buffer, offset: int) -> int:
-        return os.preadv(fd, [buffer], offset)
-
-    def mmap(self, fd: int, length: int) -> mmap.mmap:
-        if sys.version_info >= (3, 13):  # else each map keeps a duplicate of the descriptor
-            return mmap.mmap(fd, length, access=mmap.ACCESS_READ, trackfd=False)
-        return mmap.mmap(fd, length, access=mmap.ACCESS_READ)
-
-    def fsync(self, fd: int) -> None:
-        os.fsync(fd)
-
-    def fdatasync(self, fd: int) -> None:
-        os.fdatasync(fd) if hasattr(os, "fdatasync") else os.fsync(fd)
-
-    def fallocate(self, fd: int, length: int) -> None:
-        os.posix_fallocate(fd, 0, length)
-
-    def ftruncate(self, fd: int, length: int) -> None:
-        os.ftruncate(fd, length)
-
-    def rename(self, src: str, dst: str, dir_fd: int) -> None:
-        os.rename(src, dst, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
-
-    def unlink(self, name: str, dir_fd: int) -> None:
-        os.unlink(name, dir_fd=dir_fd)
-
-    def flock(self, fd: int) -> None:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-    def listdir(self, fd: int) -> list[str]:
-        return os.listdir(fd)
-
-    def stat(self, name: str, dir_fd: int) -> os.stat_result:
-        return os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
 
 
 calls = Syscalls()
@@ -108,11 +55,16 @@ def is_temporary(name: str) -> bool:
 
 def _again(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Make a call that a signal may interrupt before it has done anything."""
-    while True:
-        try:
+    for _ in range(_MAX_INTERRUPTIONS):
+        with contextlib.suppress(InterruptedError):
             return call(*args, **kwargs)
-        except InterruptedError:
-            continue
+    return call(*args, **kwargs)
+
+
+def _close(fd: int) -> None:
+    # If it fails the descriptor is gone all the same, and what was written was synced before.
+    with contextlib.suppress(OSError):
+        calls.close(fd)
 
 
 def _failure(error: OSError, doing: str) -> StoreIOError:
@@ -167,9 +119,7 @@ class Directory:
             fd = getattr(self, name)
             if fd >= 0:
                 setattr(self, name, -1)
-                # If it fails the descriptor is gone all the same, and nothing waits on it.
-                with contextlib.suppress(OSError):
-                    calls.close(fd)
+                _close(fd)
 
     def drop_lock(self) -> None:
         """Forget an inherited lock; closing (not unlocking) keeps it with the parent process."""
@@ -194,7 +144,7 @@ class Directory:
         try:
             _again(lambda: calls.flock(fd))
         except OSError as error:
-            calls.close(fd)
+            _close(fd)
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                 raise StoreLockedError(
                     f"{self.path} is open for writing elsewhere; close that store, "
@@ -202,6 +152,28 @@ class Directory:
                 ) from None
             raise _failure(error, f"locking {self.path / LOCK_NAME}") from error
         self._lock_fd = fd
+
+    def check_lock(self) -> None:
+        """Make sure that the lock still keeps others out: that its file is the one in place.
+
+        Raises
+        ------
+        UnknownOutcomeError
+            If it was removed or replaced: another writer may be at work.
+        """
+        path = self.path / LOCK_NAME
+        try:
+            named = _again(calls.stat, LOCK_NAME, self._fd)
+            is_ours = os.path.samestat(named, _again(calls.fstat, self._lock_fd))
+        except FileNotFoundError:
+            is_ours = False
+        except OSError as error:
+            raise _failure(error, f"looking at {path}") from error
+        if not is_ours:
+            raise UnknownOutcomeError(
+                f"{path} was removed or replaced, and another writer may be at work: "
+                "close this store and open it again"
+            )
 
     def names(self) -> list[str]:
         """Return the names in the directory."""
@@ -219,9 +191,7 @@ class Directory:
         except OSError as error:
             raise _failure(error, f"looking at {self.path / name}") from error
         if not stat.S_ISREG(status.st_mode):
-            raise CorruptStoreError(
-                f"{self.path / name} is not a regular file", path=str(self.path / name)
-            )
+            raise self._corrupt(name, "is not a regular file")
         return status.st_size
 
     def total_bytes(self) -> int:
@@ -246,20 +216,20 @@ class Directory:
         """Open a regular file for reading; return descriptor and size."""
         try:
             fd = _again(lambda: calls.open(name, os.O_RDONLY | _OPEN_FLAGS, 0, self._fd))
-        except FileNotFoundError:
-            raise
         except OSError as error:
+            if error.errno == errno.ENOENT:
+                raise
             if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
-                raise CorruptStoreError(
-                    f"{self.path / name} is not a regular file", path=str(self.path / name)
-                ) from None
+                raise self._corrupt(name, "is not a regular file") from None
             raise _failure(error, f"opening {self.path / name}") from error
-        status = os.fstat(fd)
+        try:
+            status = _again(calls.fstat, fd)
+        except OSError as error:
+            _close(fd)
+            raise _failure(error, f"looking at {self.path / name}") from error
         if not stat.S_ISREG(status.st_mode):
-            calls.close(fd)
-            raise CorruptStoreError(
-                f"{self.path / name} is not a regular file", path=str(self.path / name)
-            )
+            _close(fd)
+            raise self._corrupt(name, "is not a regular file")
         return fd, status.st_size
 
     def read_into(self, fd: int, buffer: memoryview, offset: int, name: str) -> int:
@@ -281,15 +251,12 @@ class Directory:
         fd, size = self.open_file(name)
         try:
             if size > limit:
-                raise CorruptStoreError(
-                    f"{self.path / name} has {size} bytes, more than the {limit} it may have",
-                    path=str(self.path / name),
-                )
+                raise self._corrupt(name, f"has {size} bytes, more than the {limit} it may have")
             data = bytearray(size)
             count = self.read_into(fd, memoryview(data), 0, name)
             return bytes(data[:count])
         finally:
-            calls.close(fd)
+            _close(fd)
 
     def map_file(self, fd: int, length: int, name: str) -> mmap.mmap:
         """Map the first `length` bytes read-only."""
@@ -298,14 +265,23 @@ class Directory:
         except OSError as error:
             raise _failure(error, f"mapping {self.path / name}") from error
         except ValueError as error:
-            raise CorruptStoreError(
-                f"{self.path / name} was cut short while it was opened", path=str(self.path / name)
-            ) from error
+            raise self._corrupt(name, "was cut short while it was opened") from error
+
+    def map_records(
+        self, fd: int, dtype: np.dtype[np.void], count: int, name: str
+    ) -> npt.NDArray[np.void]:
+        """Map the first `count` records read-only."""
+        try:
+            return calls.memmap(fd, dtype, count)
+        except OSError as error:
+            raise _failure(error, f"mapping {self.path / name}") from error
+        except ValueError as error:
+            raise self._corrupt(name, "was cut short while it was opened") from error
 
     @staticmethod
     def close_file(fd: int) -> None:
         """Close a descriptor that was only read."""
-        calls.close(fd)
+        _close(fd)
 
     # -- writing ----------------------------------------------------------------------------------
 
@@ -325,7 +301,7 @@ class Directory:
                 self._write(fd, buffers, 0, what)
                 self._sync(fd, what, calls.fsync)
             finally:
-                calls.close(fd)
+                _close(fd)
         except OSError as error:
             self.remove(name)
             raise _failure(error, f"writing {what}") from error
@@ -357,7 +333,7 @@ class Directory:
                     self._write(fd, buffers, offset, name)
                 self._sync(fd, name, calls.fdatasync)
             finally:
-                calls.close(fd)
+                _close(fd)
         except OSError as error:
             raise _failure(error, f"writing {self.path / name}") from error
 
@@ -368,7 +344,7 @@ class Directory:
             try:
                 _again(lambda: calls.ftruncate(fd, length))
             finally:
-                calls.close(fd)
+                _close(fd)
         except OSError as error:
             raise _failure(error, f"cutting {self.path / name}") from error
 
@@ -381,7 +357,7 @@ class Directory:
                 _again(lambda: calls.ftruncate(fd, len(data)))
                 self._sync(fd, name, calls.fsync)
             finally:
-                calls.close(fd)
+                _close(fd)
         except OSError as error:
             raise _failure(error, f"writing {self.path / name}") from error
 
@@ -394,7 +370,7 @@ class Directory:
             try:
                 _again(lambda: calls.fallocate(fd, length))
             finally:
-                calls.close(fd)
+                _close(fd)
         except OSError as error:
             raise _failure(error, f"reserving space in {self.path / name}") from error
 
@@ -422,6 +398,10 @@ class Directory:
         return True
 
     # -- pieces -----------------------------------------------------------------------------------
+
+    def _corrupt(self, name: str, why: str) -> CorruptStoreError:
+        path = str(self.path / name)
+        return CorruptStoreError(f"{path} {why}", path=path)
 
     def _write(self, fd: int, buffers: Iterable[Buffer], offset: int, what: object) -> None:
         for views in _grouped(buffers):

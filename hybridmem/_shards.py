@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +17,8 @@ from hybridmem._codec import Tensor
 from hybridmem._fileio import Buffer, Directory
 from hybridmem._format import (
     DTYPES,
+    HEADER_FIXED_BYTES,
+    HEADER_TENSOR_BYTES,
     ITEM_BYTES,
     MAX_HEADER_BYTES,
     SUFFIXES,
@@ -26,9 +28,17 @@ from hybridmem._format import (
     shard_name,
 )
 from hybridmem._manifest import ShardInfo
-from hybridmem.errors import CorruptStoreError, SnapshotGoneError
+from hybridmem.errors import CorruptStoreError, SnapshotGoneError, StoreIOError
 
-__all__ = ["MAX_SHARD_ENTRIES", "ShardPool", "check_files", "write_shard"]
+__all__ = [
+    "MAX_SHARD_ENTRIES",
+    "ShardPool",
+    "batches",
+    "check_files",
+    "shard_bytes",
+    "tensor_bytes",
+    "write_shard",
+]
 
 #: Parsing a header costs about 1.5 us a tensor; this bounds the first touch of a shard.
 MAX_SHARD_ENTRIES = 2048
@@ -77,6 +87,33 @@ def write_shard(
     size = len(head) + sum(memoryview(tensor.data).nbytes for tensor in tensors)
     info = ShardInfo(number, size, crc32c(head), len(entries))
     return info, parse_header(head[8:], size - len(head))
+
+
+def tensor_bytes(tensors: Sequence[Tensor]) -> int:
+    """Return the bytes of an entry's tensors."""
+    return sum(memoryview(tensor.data).nbytes for tensor in tensors)
+
+
+def shard_bytes(tensors: Sequence[Tensor]) -> int:
+    """Return what an entry takes in a shard, its part of the header included, at most."""
+    return tensor_bytes(tensors) + len(tensors) * HEADER_TENSOR_BYTES
+
+
+def batches(
+    entries: Iterable[tuple[int, list[Tensor]]], max_bytes: int
+) -> Iterator[list[tuple[int, list[Tensor]]]]:
+    """Divide entries among shards."""
+    batch: list[tuple[int, list[Tensor]]] = []
+    size = HEADER_FIXED_BYTES
+    for entry_id, tensors in entries:
+        nbytes = shard_bytes(tensors)
+        if batch and (size + nbytes > max_bytes or len(batch) >= MAX_SHARD_ENTRIES):
+            yield batch
+            batch, size = [], HEADER_FIXED_BYTES
+        batch.append((entry_id, tensors))
+        size += nbytes
+    if batch:
+        yield batch
 
 
 def check_files(directory: Directory, infos: Iterable[ShardInfo]) -> None:
@@ -281,8 +318,10 @@ class ShardPool:
                 count = len(file.keys())
         except FileNotFoundError:
             return  # removed since it was opened here; the map stays valid
-        except (SafetensorError, OSError) as error:
+        except SafetensorError as error:
             raise self.corrupt(number, f"safetensors refuses it: {error}") from None
+        except OSError as error:
+            raise StoreIOError(f"failed opening {path}: {error}") from error
         if count != int((header.length >= 0).sum()):
             raise self.corrupt(
                 number, f"safetensors finds {count} tensors in it, its header names others"

@@ -72,6 +72,9 @@ def _load_records(directory: Directory, manifest: Manifest, io: str) -> tuple[En
 
 def recover(directory: Directory, loaded: Loaded) -> None:
     """Finish or clear away what a writer that died left behind. The directory is locked."""
+    # The commit just read may not be durable yet. Until it is, nothing may go that the one before
+    # needs, and nothing be promised on top of it.
+    directory.sync()
     manifest, table, entries_name = loaded
     if entries_name != ENTRIES_NAME:
         directory.rename(entries_name, ENTRIES_NAME)

@@ -172,10 +172,8 @@ class Store(Reader):
             self._limits.check_fit(chunks, writer.index_bytes)
             if not chunks or writer.room_for(chunks[0].tensors, self.config):
                 return
-        with (
-            self._commit_lock,
-            self._lock,
-        ):  # waits for a flush under way: this bounds what it holds
+        # Waits for a flush under way, which bounds what it holds.
+        with self._commit_lock, self._lock:
             writer = self._writing()
             limit = self.config.max_disk_bytes
             # Where the directory must not grow they stay in memory, which the same limit bounds.
@@ -188,18 +186,20 @@ class Store(Reader):
         entry_id = writer.next_entry_id
         if entry_id >= 1 << 64:
             raise StoreIOError("all entry ids of this store are used; go on in a new one")
-        row = self._table.append(
-            chunk.signature,
-            entry_id=entry_id,
-            layer_idx=layer,
-            n_tokens=chunk.n_tokens,
-            importance=importance,
-            timestamp=time.time_ns(),
-            padding=chunk.padding,
-        )
-        writer.add(entry_id, chunk.tensors)
-        self._signatures.add(layer, entry_id, chunk.n_tokens, chunk.signature)
-        self._limits.added(self._table, row)
+        # In this order whoever reads after an interrupt finds nothing that is incomplete.
+        with writer.changing():
+            writer.add(entry_id, chunk.tensors)
+            row = self._table.append(
+                chunk.signature,
+                entry_id=entry_id,
+                layer_idx=layer,
+                n_tokens=chunk.n_tokens,
+                importance=importance,
+                timestamp=time.time_ns(),
+                padding=chunk.padding,
+            )
+            self._signatures.add(layer, entry_id, chunk.n_tokens, chunk.signature)
+            self._limits.added(self._table, row)
         return entry_id
 
     def calibrate(self, layer_idx: int, *, keys: Any = None, queries: Any = None) -> None:
@@ -345,9 +345,10 @@ class Store(Reader):
         columns = self._table.columns
         layer, entry_id = int(columns["layer_idx"][row]), int(columns["entry_id"][row])
         n_tokens = int(columns["n_tokens"][row])
-        writer.kill(row)
-        self._limits.removed(n_tokens)
-        self._signatures.remove(layer, entry_id)
+        with writer.changing():
+            self._signatures.remove(layer, entry_id)
+            self._limits.removed(n_tokens)
+            writer.kill(row)
 
     def _keep_limits(self, spare: int) -> None:
         """Evict what exceeds the limits, entries from id `spare` on excepted."""
@@ -449,7 +450,7 @@ class Store(Reader):
                 writer = self._writer
                 # After a write that failed no promise is left to keep.
                 only_lets_go = self._closed or self._forked or self._unflushable
-                if writer is not None and writer.failure is None and not only_lets_go:
+                if writer is not None and not (only_lets_go or writer.is_broken):
                     self.flush()
         finally:
             super().close()
