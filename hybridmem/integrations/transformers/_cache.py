@@ -233,7 +233,8 @@ class HybridCache(Cache):
         told = self.store.config
         if width != told.embed_dim:
             raise ValueError(
-                f"keys are {width} wide, but the store's embed_dim is {told.embed_dim}"
+                f"keys are {width} wide, but the store's embed_dim is {told.embed_dim}; make a "
+                f"store with hybridmem.create(path, embed_dim={width}, ...) and pass that"
             )
         wanted = _KV_DTYPES.get(dtype)
         rounds = told.kv_dtype not in ("float32", wanted) or wanted is None
@@ -284,7 +285,10 @@ class HybridCache(Cache):
 
     def placement(self, entry_id: int) -> Placement | None:
         """Return where an entry stood and in which conversation, or None if that is not known."""
-        return self.log.get(entry_id)
+        try:
+            return self.log.get(entry_id, self.store.get(entry_id).timestamp)
+        except KeyError:
+            return None
 
     def flush(self) -> None:
         """Make everything that left the window durable."""

@@ -6,7 +6,8 @@ not need it. Without it, entries still serve the conversation that made them (it
 them), but no other one, because nobody knows how far their keys are rotated.
 
 A record is bound to its entry by id and timestamp, and is written before the store is flushed: a
-crash leaves records without an entry, which are ignored, and never an entry without its record.
+crash leaves records without an entry, which are ignored (the id may be given out again, to an entry
+of another timestamp, whose record then comes later), and never an entry without its record.
 """
 
 from __future__ import annotations
@@ -85,11 +86,9 @@ class EntryLog:
     ----------
     path : path
         The store directory.
-    known : dict of int to int
-        Timestamp of each entry that the store has, by id; records of others are dropped.
     """
 
-    def __init__(self, path: os.PathLike[str] | str, known: dict[int, int]) -> None:
+    def __init__(self, path: os.PathLike[str] | str) -> None:
         self._path = Path(path)
         self._placements: dict[int, Placement] = {}
         self._layers: dict[int, list[int]] = {}
@@ -98,14 +97,15 @@ class EntryLog:
         self._lock = threading.Lock()
         self.weights = 0  # fingerprint of the model's weights; 0 is not known
         self._end = 0
-        self._load(known)
+        self._load()
 
     def __len__(self) -> int:
         return len(self._placements)
 
-    def get(self, entry_id: int) -> Placement | None:
-        """Return where an entry stood, or None if that is not known."""
-        return self._placements.get(entry_id)
+    def get(self, entry_id: int, timestamp: int) -> Placement | None:
+        """Return where the entry with this id and timestamp stood, or None if that is not known."""
+        placement = self._placements.get(entry_id)
+        return placement if placement and placement.timestamp == timestamp else None
 
     def add(self, placement: Placement) -> None:
         """Note an entry; `sync` makes the note durable."""
@@ -114,11 +114,14 @@ class EntryLog:
             self._pending.append(placement)
 
     def ids(self, layer_idx: int) -> Ids:
-        """Return the ids of all entries of a layer whose place is known, ascending."""
+        """Return the ids of all entries of a layer whose place is known, ascending.
+
+        Some of them may have left the store.
+        """
         with self._lock:
             if layer_idx not in self._arrays:
                 ids = self._layers.get(layer_idx, [])
-                self._arrays[layer_idx] = np.sort(np.array(ids, np.uint64))
+                self._arrays[layer_idx] = np.unique(np.array(ids, np.uint64))
             return self._arrays[layer_idx]
 
     def ropes(self) -> set[int]:
@@ -164,7 +167,7 @@ class EntryLog:
         head = head.ljust(_HEADER_BYTES - 4, b"\0")
         return head + int(crc32c(head)).to_bytes(4, "little")
 
-    def _load(self, known: dict[int, int]) -> None:
+    def _load(self) -> None:
         directory = Directory(self._path)
         try:
             data = directory.read_file(META_NAME, 1 << 40)
@@ -188,16 +191,14 @@ class EntryLog:
             )
         self.weights = int.from_bytes(data[16:24], "little")
         count = (len(data) - _HEADER_BYTES) // _RECORD.itemsize
-        records = np.frombuffer(data, _RECORD, count, _HEADER_BYTES)
+        records = np.frombuffer(data, _RECORD, count, _HEADER_BYTES).tolist()
         good = 0
         for number, record in enumerate(records):
             at = _HEADER_BYTES + number * _RECORD.itemsize
-            if crc32c(data[at : at + _CHECKED]) != record["checksum"]:
+            if crc32c(data[at : at + _CHECKED]) != record[8]:
                 continue  # an append that a crash cut short: the next one goes over it
             good = number + 1
-            placement = Placement(*(int(record[name]) for name in Placement._fields))
-            if known.get(placement.entry_id) == placement.timestamp:
-                self._note(placement)
+            self._note(Placement(*record[:8]))
         self._end = _HEADER_BYTES + good * _RECORD.itemsize
 
 
@@ -218,9 +219,5 @@ def entry_log(store: Any) -> EntryLog:
     """Return the one log of an open store."""
     with _logs_lock:
         if store not in _logs:
-            entries = store.entries
-            known = dict(
-                zip(entries["entry_id"].tolist(), entries["timestamp"].tolist(), strict=True)
-            )
-            _logs[store] = EntryLog(store.path, known)
+            _logs[store] = EntryLog(store.path)
         return _logs[store]

@@ -107,17 +107,23 @@ def _search(
     if len(ids) == 0 or not asked:
         return [[] for _ in stops]
     cache = layer.cache
-    answers = iter(cache.store.query_many(asked, layer.layer_idx, cache.top_k, entry_ids=ids))
-    return [
-        sorted(next(answers), key=lambda hit: int(hit.entry_id)) if len(each) else []
-        for each in newest
-    ]
+    found = cache.store.query_many(asked, layer.layer_idx, cache.top_k, entry_ids=ids)
+    own = layer.rows[number].own()
+    answers = iter(
+        [
+            hit
+            for hit in sorted(hits, key=lambda hit: hit.entry_id)
+            if hit.entry_id in own or cache.log.get(hit.entry_id, hit.timestamp)
+        ]
+        for hits in found
+    )
+    return [next(answers) if len(each) else [] for each in newest]
 
 
 def _memory(layer: HybridLayer, call: Call, found: Sequence[Sequence[Any]]) -> Memory | None:
     """Make tensors of what was found; the last ones again if it is the same."""
     names = tuple(
-        (row.n_sinks, *(int(hit.entry_id) for hit in hits))
+        (row.n_sinks, *(hit.entry_id for hit in hits))
         for row, hits in zip(layer.rows, found, strict=True)
     )
     if all(name == (0,) for name in names):
@@ -146,13 +152,13 @@ def _rows(
     """Return keys and values of one conversation, each [kv_heads, n, head_dim]."""
     shape = (layer.keys.shape[1], layer.keys.shape[3])
     like = {"dtype": layer.dtype, "device": layer.device}
-    own = set(row.entry_ids)
-    foreign = [hit for hit in hits if int(hit.entry_id) not in own]
+    own = row.own()
+    foreign = [hit for hit in hits if hit.entry_id not in own]
     keys, values = [], []
     if foreign:
         keys.append(_moved(layer, call, foreign, shape))
         values.append(_heads([hit.values for hit in foreign], shape))
-    mine = [hit for hit in hits if int(hit.entry_id) in own]
+    mine = [hit for hit in hits if hit.entry_id in own]
     if mine:
         keys.append(_heads([hit.keys for hit in mine], shape))
         values.append(_heads([hit.values for hit in mine], shape))
@@ -188,6 +194,6 @@ def _moved(
 
 
 def _positions(layer: HybridLayer, hit: Any) -> torch.Tensor:
-    placement = layer.cache.log.get(int(hit.entry_id))
+    placement = layer.cache.log.get(hit.entry_id, hit.timestamp)
     assert placement is not None  # only entries whose place is known are visible
     return torch.arange(placement.position, placement.position + placement.n_tokens)

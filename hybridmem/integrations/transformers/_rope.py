@@ -81,6 +81,10 @@ class Rotary:
     def __init__(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
         self._module = module
         self._bound = inspect.signature(module.forward).bind(*args, **kwargs)
+        for name, value in self._bound.arguments.items():
+            if name != "position_ids" and isinstance(value, torch.Tensor):
+                # Only its type and device matter, and it may be large.
+                self._bound.arguments[name] = value[:1, :1].clone()
         self.position_ids: torch.Tensor = self._bound.arguments["position_ids"]
         self.cos, self.sin = output
 
