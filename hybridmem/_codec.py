@@ -223,17 +223,28 @@ def _tensor(suffix: str, dtype: str, data: npt.NDArray[Any]) -> Tensor:
     return Tensor(suffix, dtype, (data.shape[0], data.shape[1]), data)
 
 
+def _empty(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """Return memory for a matrix, at a multiple of 64 bytes.
+
+    Vector stores across cache lines take nearly twice the time, and numpy aligns to 16.
+    """
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    raw = np.empty(size + 64, np.uint8)
+    start = -int(raw.__array_interface__["data"][0]) % 64
+    return raw[start : start + size].view(dtype).reshape(shape)
+
+
 # -- floats ---------------------------------------------------------------------------------------
 
 
 def _round(letter: str, x: Floats, name: str, dtype: str) -> Tensor:
     """Return `x` in a float type, rounded half to even."""
     if dtype == "F32":
-        copy = np.empty_like(x)
+        copy = _empty(x.shape, np.float32)
         if not _kernels.copy_finite(x, copy):
             raise _arrays.not_finite(x, x, name, "float32")
         return _tensor(letter, dtype, copy)
-    bits = np.empty(x.shape, np.uint16)
+    bits = _empty(x.shape, np.uint16)
     if dtype == "F16":
         if not _kernels.to_float16(x, bits):
             with np.errstate(all="ignore"):
@@ -247,7 +258,7 @@ def _round(letter: str, x: Floats, name: str, dtype: str) -> Tensor:
 
 def _widened(x: npt.NDArray[Any]) -> Floats:
     """Return float16, or bfloat16 as uint16, as float32."""
-    out = np.empty(x.shape, np.float32)
+    out: Floats = _empty(x.shape, np.float32)
     if x.dtype == np.float16:
         _kernels.from_float16(x.view(np.uint16), out)
     else:
@@ -261,7 +272,7 @@ def _widened(x: npt.NDArray[Any]) -> Floats:
 def _quantize(letter: str, x: Floats, name: str) -> list[Tensor]:
     """Return `x` as INT8 with its scale and zero."""
     n, d = x.shape
-    q = np.empty((n, d), np.int8)
+    q = _empty((n, d), np.int8)
     by_channel = letter == "k" and n >= _CHANNEL_TOKENS
     if by_channel:
         scale, zero = np.empty((1, -(-d // 2)), np.float32), np.empty((1, d), np.float32)
@@ -310,7 +321,7 @@ def _decoded(parts: dict[str, Tensor], letter: str) -> Floats:
 def _dequantized(q: npt.NDArray[np.int8], stored_scale: Tensor, stored_zero: Tensor) -> Floats:
     wide = stored_scale.dtype == "F32"
     scale, zero = _float32(stored_scale.data), _float32(stored_zero.data)
-    out = np.empty(q.shape, np.float32)
+    out: Floats = _empty(q.shape, np.float32)
     if scale.shape == zero.shape:
         _kernels.dequantize_rows(q, _row_width(scale, q.shape[1]), wide, scale, zero, out)
     else:

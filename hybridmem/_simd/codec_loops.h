@@ -165,24 +165,23 @@ HM_CODEC_T float HM_CODEC_FN(quantize_rows)(const float *x, size_t n, size_t d, 
     for (row = 0; row < n; row++, x += d, q += d, scale += groups, zero += groups)
         for (first = 0; first < groups; first += HM_RUN) {
             size_t run = hm_min_size(HM_RUN, groups - first), fitted = (run + 15) / 16 * 16;
-            for (g = 0; g < run; g++) {
-                size_t column = (first + g) * width, w = hm_min_size(width, d - column);
-                HM_CODEC_FN(group_range)(x + column, w, &low[g], &high[g]);
-            }
-            for (; g < fitted; g++) low[g] = high[g] = 0; /* whole vectors are fitted faster */
+            size_t whole = hm_min_size(run, d / width - first), rest = d % width;
+            const float *at = x + first * width;
+            int8_t *to = q + first * width;
+            for (g = 0; g < whole; g++)
+                HM_CODEC_FN(units_range)(at + g * width, width, &low[g], &high[g]);
+            if (g < run) HM_CODEC_FN(group_range)(at + g * width, rest, &low[g], &high[g]);
+            for (g = run; g < fitted; g++) low[g] = high[g] = 0; /* whole vectors fit faster */
             p = HM_CODEC_FN(fit_zeros)(low, high, fitted, wide, z, reach);
             peak = hm_larger_magnitude(peak, p);
             HM_CODEC_FN(fit_scales)(reach, fitted, wide, s, by);
             memcpy(zero + first, z, run * sizeof(float));
             memcpy(scale + first, s, run * sizeof(float));
-            for (g = 0; g < run; g++) {
-                size_t column = (first + g) * width, w = hm_min_size(width, d - column);
-                size_t units = wide ? 0 : w / HM_UNIT * HM_UNIT;
-                if (units) HM_CODEC_FN(units_quantize)(x + column, units, by[g], z[g], q + column);
-                if (units == w) continue;
-                column += units;
-                HM_CODEC_FN(row_quantize)(x + column, w - units, wide, by[g], z[g], q + column);
-            }
+            for (g = 0; !wide && g < whole; g++)
+                HM_CODEC_FN(units_quantize)(at + g * width, width, by[g], z[g], to + g * width);
+            for (g = wide ? 0 : whole; g < run; g++)
+                HM_CODEC_FN(row_quantize)(at + g * width, g < whole ? width : rest, wide, by[g],
+                                          z[g], to + g * width);
         }
     return peak;
 }
