@@ -165,7 +165,7 @@ HM_AVX2 static void hm_hamming_avx2(const uint8_t *rows, size_t n, const uint8_t
                                     size_t bytes, uint32_t *out, size_t out_stride) {
     size_t r, q;
     for (r = 0; r < n; r++) {
-        hm_fetch_ahead(rows + r * bytes, bytes);
+        if (n > 1) hm_fetch_ahead(rows + r * bytes, bytes);
         for (q = 0; q < m; q++)
             out[q * out_stride + r] = hm_distance_avx2(rows + r * bytes, queries + q * bytes, bytes);
     }
@@ -184,14 +184,15 @@ HM_AVX2 static void hm_late_prepare_avx2(const uint8_t *queries, size_t t, size_
 
 /* Add the counts of lines [0, n) of 32 lanes for T tokens; saturates at 255. */
 HM_AVX2 HM_INLINE void hm_late_lines_avx2(const uint8_t *lanes, size_t n, const uint8_t *tables,
-                                          size_t token_bytes, const int T, __m256i *count) {
+                                          size_t token_bytes, const int T, ptrdiff_t ahead,
+                                          __m256i *count) {
     const __m256i nibble = _mm256_set1_epi8(15);
     size_t b;
     int i;
     for (i = 0; i < T; i++) count[i] = _mm256_setzero_si256();
     for (b = 0; b < n; b++) {
         __m256i line = _mm256_loadu_si256((const __m256i *)(lanes + b * HM_LANES));
-        HM_PREFETCH(lanes + b * HM_LANES + HM_LATE_AHEAD);
+        HM_PREFETCH(lanes + b * HM_LANES + ahead);
         __m256i low = _mm256_and_si256(line, nibble);
         __m256i high = _mm256_and_si256(_mm256_srli_epi16(line, 4), nibble);
         for (i = 0; i < T; i++) {
@@ -216,14 +217,14 @@ HM_AVX2 HM_INLINE uint32_t hm_min_words_avx2(__m128i v) {
 
 /* Up to 256 bits: counts stay in bytes. Returns 0 if a 255 might have been 256. */
 HM_AVX2 HM_INLINE int hm_late_narrow_avx2(const uint8_t *group, size_t bytes, const uint8_t *tables,
-                                          const int T, size_t span, uint32_t *out) {
+                                          const int T, size_t span, ptrdiff_t ahead, uint32_t *out) {
     __m256i a[HM_TOKENS], b[HM_TOKENS];
     const size_t runs = HM_LANES / span;
     uint32_t largest = 0;
     size_t run, lane;
     int i;
-    hm_late_lines_avx2(group, bytes, tables, bytes * 32, T, a);
-    hm_late_lines_avx2(group + 32, bytes, tables, bytes * 32, T, b);
+    hm_late_lines_avx2(group, bytes, tables, bytes * 32, T, ahead, a);
+    hm_late_lines_avx2(group + 32, bytes, tables, bytes * 32, T, ahead, b);
     for (i = 0; i < T; i++, out += runs) {
         if (span == 64) {
             __m256i v = _mm256_min_epu8(a[i], b[i]);
@@ -249,7 +250,7 @@ HM_AVX2 HM_INLINE int hm_late_narrow_avx2(const uint8_t *group, size_t bytes, co
 
 /* Any number of bits below 65536: bytes are widened to words every 31 lines. */
 HM_AVX2 HM_INLINE void hm_late_wide_avx2(const uint8_t *group, size_t bytes, const uint8_t *tables,
-                                         const int T, size_t span, uint32_t *out) {
+                                         const int T, size_t span, ptrdiff_t ahead, uint32_t *out) {
     const __m256i low_bytes = _mm256_set1_epi16(0xFF);
     __m256i count[4], even[2][4], odd[2][4];
     size_t b, lane, half;
@@ -258,7 +259,7 @@ HM_AVX2 HM_INLINE void hm_late_wide_avx2(const uint8_t *group, size_t bytes, con
         for (i = 0; i < T; i++) even[half][i] = odd[half][i] = _mm256_setzero_si256();
         for (b = 0; b < bytes; b += 31) {
             hm_late_lines_avx2(group + b * HM_LANES + half * 32, hm_min_size(31, bytes - b),
-                               tables + b * 32, bytes * 32, T, count);
+                               tables + b * 32, bytes * 32, T, ahead, count);
             for (i = 0; i < T; i++) {
                 even[half][i] =
                     _mm256_add_epi16(even[half][i], _mm256_and_si256(count[i], low_bytes));
@@ -289,7 +290,7 @@ HM_AVX2 HM_INLINE void hm_late_wide_avx2(const uint8_t *group, size_t bytes, con
 }
 
 HM_AVX2 static void hm_late_min_avx2(const uint8_t *group, size_t bytes, const uint8_t *prepared,
-                                     size_t t, size_t span, uint32_t *out) {
+                                     size_t t, size_t span, ptrdiff_t ahead, uint32_t *out) {
     const size_t runs = HM_LANES / span, token_bytes = bytes * 32;
     if (bytes <= 32) {
         int sure = 1;
@@ -298,17 +299,17 @@ HM_AVX2 static void hm_late_min_avx2(const uint8_t *group, size_t bytes, const u
             const uint8_t *tables = prepared + i * token_bytes;
             uint32_t *to = out + i * runs;
             step = t - i >= 8 ? 8 : t - i >= 4 ? 4 : t - i >= 2 ? 2 : 1;
-            if (step == 8) sure &= hm_late_narrow_avx2(group, bytes, tables, 8, span, to);
-            if (step == 4) sure &= hm_late_narrow_avx2(group, bytes, tables, 4, span, to);
-            if (step == 2) sure &= hm_late_narrow_avx2(group, bytes, tables, 2, span, to);
-            if (step == 1) sure &= hm_late_narrow_avx2(group, bytes, tables, 1, span, to);
+            if (step == 8) sure &= hm_late_narrow_avx2(group, bytes, tables, 8, span, ahead, to);
+            if (step == 4) sure &= hm_late_narrow_avx2(group, bytes, tables, 4, span, ahead, to);
+            if (step == 2) sure &= hm_late_narrow_avx2(group, bytes, tables, 2, span, ahead, to);
+            if (step == 1) sure &= hm_late_narrow_avx2(group, bytes, tables, 1, span, ahead, to);
         }
         if (sure) return;
     }
     for (; t >= 4; t -= 4, prepared += 4 * token_bytes, out += 4 * runs)
-        hm_late_wide_avx2(group, bytes, prepared, 4, span, out);
+        hm_late_wide_avx2(group, bytes, prepared, 4, span, ahead, out);
     for (; t > 0; t--, prepared += token_bytes, out += runs)
-        hm_late_wide_avx2(group, bytes, prepared, 1, span, out);
+        hm_late_wide_avx2(group, bytes, prepared, 1, span, ahead, out);
 }
 
 static const hm_kernels hm_table_avx2 = {

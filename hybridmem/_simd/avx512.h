@@ -184,7 +184,8 @@ HM_AVX512 HM_INLINE __m512i hm_query4_avx512(const uint8_t *query) {
  * carries follow from them with one ternary operation: where a ^ qa and b ^ qb agree they are the
  * carry, else it is the inverted sum. Eight operations for three lines instead of nine. */
 HM_AVX512 HM_INLINE void hm_late_lines_avx512(const uint8_t *lanes, size_t n, const uint8_t *query,
-                                              size_t token_bytes, const int T, __m512i *count) {
+                                              size_t token_bytes, const int T, ptrdiff_t ahead,
+                                              __m512i *count) {
     __m512i ones[HM_TOKENS], twos[HM_TOKENS];
     size_t b, line;
     int i;
@@ -193,7 +194,7 @@ HM_AVX512 HM_INLINE void hm_late_lines_avx512(const uint8_t *lanes, size_t n, co
         const uint8_t *lines = lanes + b * HM_LANES;
         __m512i a = _mm512_loadu_si512(lines), c = _mm512_loadu_si512(lines + HM_LANES);
         __m512i x = _mm512_ternarylogic_epi64(a, c, _mm512_loadu_si512(lines + 2 * HM_LANES), 0x96);
-        for (line = 0; line < 3; line++) HM_PREFETCH(lines + line * HM_LANES + HM_LATE_AHEAD);
+        for (line = 0; line < 3; line++) HM_PREFETCH(lines + line * HM_LANES + ahead);
         for (i = 0; i < T; i++) {
             const uint8_t *q = query + (size_t)i * token_bytes + b * 4;
             __m512i sum = _mm512_xor_si512(x, hm_query4_avx512(q + 8));
@@ -206,7 +207,7 @@ HM_AVX512 HM_INLINE void hm_late_lines_avx512(const uint8_t *lanes, size_t n, co
     }
     for (; b < n; b++) {
         __m512i a = _mm512_loadu_si512(lanes + b * HM_LANES);
-        HM_PREFETCH(lanes + b * HM_LANES + HM_LATE_AHEAD);
+        HM_PREFETCH(lanes + b * HM_LANES + ahead);
         for (i = 0; i < T; i++) {
             __m512i q = hm_query4_avx512(query + (size_t)i * token_bytes + b * 4);
             ones[i] = _mm512_add_epi8(ones[i], _mm512_popcnt_epi8(_mm512_xor_si512(a, q)));
@@ -239,13 +240,13 @@ HM_AVX512 HM_INLINE __m256i hm_min8_avx512(const __m512i *v) {
 /* Up to 256 bits: counts stay in bytes. Returns 0 if a 255 might have been 256. */
 HM_AVX512 HM_INLINE int hm_late_narrow_avx512(const uint8_t *group, size_t bytes,
                                               const uint8_t *query, const int T, size_t span,
-                                              uint32_t *out) {
+                                              ptrdiff_t ahead, uint32_t *out) {
     const size_t runs = HM_LANES / span;
     __m512i count[HM_TOKENS];
     uint32_t largest = 0;
     size_t run, lane;
     int i;
-    hm_late_lines_avx512(group, bytes, query, bytes * 4, T, count);
+    hm_late_lines_avx512(group, bytes, query, bytes * 4, T, ahead, count);
     if (span == 64) {
         const __mmask8 wanted = (__mmask8)((1u << T) - 1);
         __m256i least;
@@ -273,7 +274,7 @@ HM_AVX512 HM_INLINE int hm_late_narrow_avx512(const uint8_t *group, size_t bytes
 /* Any number of bits below 65536: bytes are widened to words every 30 lines. */
 HM_AVX512 HM_INLINE void hm_late_wide_avx512(const uint8_t *group, size_t bytes,
                                              const uint8_t *query, const int T, size_t span,
-                                             uint32_t *out) {
+                                             ptrdiff_t ahead, uint32_t *out) {
     const __m512i low_bytes = _mm512_set1_epi16(0xFF);
     __m512i count[HM_TOKENS], even[HM_TOKENS], odd[HM_TOKENS];
     size_t b, lane;
@@ -281,7 +282,7 @@ HM_AVX512 HM_INLINE void hm_late_wide_avx512(const uint8_t *group, size_t bytes,
     for (i = 0; i < T; i++) even[i] = odd[i] = _mm512_setzero_si512();
     for (b = 0; b < bytes; b += 30) {
         hm_late_lines_avx512(group + b * HM_LANES, hm_min_size(30, bytes - b), query + b * 4,
-                             bytes * 4, T, count);
+                             bytes * 4, T, ahead, count);
         for (i = 0; i < T; i++) {
             even[i] = _mm512_add_epi16(even[i], _mm512_and_si512(count[i], low_bytes));
             odd[i] = _mm512_add_epi16(odd[i], _mm512_srli_epi16(count[i], 8));
@@ -309,7 +310,7 @@ HM_AVX512 HM_INLINE void hm_late_wide_avx512(const uint8_t *group, size_t bytes,
 
 HM_AVX512 static void hm_late_min_avx512(const uint8_t *group, size_t bytes,
                                          const uint8_t *prepared, size_t t, size_t span,
-                                         uint32_t *out) {
+                                         ptrdiff_t ahead, uint32_t *out) {
     const size_t runs = HM_LANES / span, token_bytes = bytes * 4;
     size_t i, step;
     if (bytes <= 32) {
@@ -318,10 +319,10 @@ HM_AVX512 static void hm_late_min_avx512(const uint8_t *group, size_t bytes,
             const uint8_t *query = prepared + i * token_bytes;
             uint32_t *to = out + i * runs;
             step = t - i >= 8 ? 8 : t - i >= 4 ? 4 : t - i >= 2 ? 2 : 1;
-            if (step == 8) sure &= hm_late_narrow_avx512(group, bytes, query, 8, span, to);
-            if (step == 4) sure &= hm_late_narrow_avx512(group, bytes, query, 4, span, to);
-            if (step == 2) sure &= hm_late_narrow_avx512(group, bytes, query, 2, span, to);
-            if (step == 1) sure &= hm_late_narrow_avx512(group, bytes, query, 1, span, to);
+            if (step == 8) sure &= hm_late_narrow_avx512(group, bytes, query, 8, span, ahead, to);
+            if (step == 4) sure &= hm_late_narrow_avx512(group, bytes, query, 4, span, ahead, to);
+            if (step == 2) sure &= hm_late_narrow_avx512(group, bytes, query, 2, span, ahead, to);
+            if (step == 1) sure &= hm_late_narrow_avx512(group, bytes, query, 1, span, ahead, to);
         }
         if (sure) return;
     }
@@ -329,9 +330,9 @@ HM_AVX512 static void hm_late_min_avx512(const uint8_t *group, size_t bytes,
         const uint8_t *query = prepared + i * token_bytes;
         uint32_t *to = out + i * runs;
         step = t - i >= 8 ? 8 : t - i >= 4 ? 4 : 1;
-        if (step == 8) hm_late_wide_avx512(group, bytes, query, 8, span, to);
-        if (step == 4) hm_late_wide_avx512(group, bytes, query, 4, span, to);
-        if (step == 1) hm_late_wide_avx512(group, bytes, query, 1, span, to);
+        if (step == 8) hm_late_wide_avx512(group, bytes, query, 8, span, ahead, to);
+        if (step == 4) hm_late_wide_avx512(group, bytes, query, 4, span, ahead, to);
+        if (step == 1) hm_late_wide_avx512(group, bytes, query, 1, span, ahead, to);
     }
 }
 

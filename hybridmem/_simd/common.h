@@ -76,11 +76,12 @@ typedef struct {
     /* Late interaction works on groups: byte b of the group's 64 lanes at group[b*64 ..].
      * late_prepare expands t query tokens of `bytes` bytes into `late_expand` bytes per byte;
      * late_min gives, for each of at most HM_TOKENS prepared tokens, the smallest distance in each run
-     * of `span` lanes (a power of two <= 64): out[token * (64 / span) + run]. */
+     * of `span` lanes (a power of two <= 64): out[token * (64 / span) + run]. Lines `ahead` bytes away
+     * are fetched meanwhile. */
     size_t late_expand;
     void (*late_prepare)(const uint8_t *queries, size_t t, size_t bytes, uint8_t *prepared);
     void (*late_min)(const uint8_t *group, size_t bytes, const uint8_t *prepared, size_t t,
-                     size_t span, uint32_t *out);
+                     size_t span, ptrdiff_t ahead, uint32_t *out);
 } hm_kernels;
 
 HM_INLINE size_t hm_min_size(size_t a, size_t b) { return a < b ? a : b; }

@@ -114,7 +114,7 @@ static void hm_hamming_neon(const uint8_t *rows, size_t n, const uint8_t *querie
                             size_t bytes, uint32_t *out, size_t out_stride) {
     size_t r, q;
     for (r = 0; r < n; r++) {
-        hm_fetch_ahead(rows + r * bytes, bytes);
+        if (n > 1) hm_fetch_ahead(rows + r * bytes, bytes);
         for (q = 0; q < m; q++)
             out[q * out_stride + r] = hm_distance_neon(rows + r * bytes, queries + q * bytes, bytes);
     }
@@ -123,7 +123,8 @@ static void hm_hamming_neon(const uint8_t *rows, size_t n, const uint8_t *querie
 /* Counts of 16 lanes for T tokens, widened to 16 bits every 31 lines; even[i] and odd[i] hold those
  * of the even and odd lanes. */
 HM_INLINE void hm_late_lanes_neon(const uint8_t *lanes, size_t bytes, const uint8_t *query,
-                                  const int T, uint16x8_t *even, uint16x8_t *odd) {
+                                  const int T, ptrdiff_t ahead,
+                                  uint16x8_t *even, uint16x8_t *odd) {
     uint8x16_t count[HM_TOKENS];
     size_t b, end;
     int i;
@@ -133,7 +134,7 @@ HM_INLINE void hm_late_lanes_neon(const uint8_t *lanes, size_t bytes, const uint
         for (i = 0; i < T; i++) count[i] = vdupq_n_u8(0);
         for (; b < end; b++) {
             uint8x16_t line = vld1q_u8(lanes + b * HM_LANES);
-            HM_PREFETCH(lanes + b * HM_LANES + HM_LATE_AHEAD);
+            HM_PREFETCH(lanes + b * HM_LANES + ahead);
             for (i = 0; i < T; i++) {
                 uint8x16_t q = vld1q_dup_u8(query + (size_t)i * bytes + b);
                 count[i] = vaddq_u8(count[i], vcntq_u8(veorq_u8(line, q)));
@@ -148,12 +149,12 @@ HM_INLINE void hm_late_lanes_neon(const uint8_t *lanes, size_t bytes, const uint
 }
 
 HM_INLINE void hm_late_tokens_neon(const uint8_t *group, size_t bytes, const uint8_t *query,
-                                   const int T, size_t span, uint32_t *out) {
+                                   const int T, size_t span, ptrdiff_t ahead, uint32_t *out) {
     uint16x8_t even[4][HM_TOKENS], odd[4][HM_TOKENS];
     size_t quarter, lane;
     int i;
     for (quarter = 0; quarter < 4; quarter++)
-        hm_late_lanes_neon(group + quarter * 16, bytes, query, T, even[quarter], odd[quarter]);
+        hm_late_lanes_neon(group + quarter * 16, bytes, query, T, ahead, even[quarter], odd[quarter]);
     for (i = 0; i < T; i++, out += HM_LANES / span) {
         uint16x8_t least[4];
         for (quarter = 0; quarter < 4; quarter++)
@@ -180,17 +181,17 @@ HM_INLINE void hm_late_tokens_neon(const uint8_t *group, size_t bytes, const uin
 }
 
 static void hm_late_min_neon(const uint8_t *group, size_t bytes, const uint8_t *prepared, size_t t,
-                             size_t span, uint32_t *out) {
+                             size_t span, ptrdiff_t ahead, uint32_t *out) {
     const size_t runs = HM_LANES / span;
     size_t i, step;
     for (i = 0; i < t; i += step) {
         const uint8_t *query = prepared + i * bytes;
         uint32_t *to = out + i * runs;
         step = t - i >= 8 ? 8 : t - i >= 4 ? 4 : t - i >= 2 ? 2 : 1;
-        if (step == 8) hm_late_tokens_neon(group, bytes, query, 8, span, to);
-        if (step == 4) hm_late_tokens_neon(group, bytes, query, 4, span, to);
-        if (step == 2) hm_late_tokens_neon(group, bytes, query, 2, span, to);
-        if (step == 1) hm_late_tokens_neon(group, bytes, query, 1, span, to);
+        if (step == 8) hm_late_tokens_neon(group, bytes, query, 8, span, ahead, to);
+        if (step == 4) hm_late_tokens_neon(group, bytes, query, 4, span, ahead, to);
+        if (step == 2) hm_late_tokens_neon(group, bytes, query, 2, span, ahead, to);
+        if (step == 1) hm_late_tokens_neon(group, bytes, query, 1, span, ahead, to);
     }
 }
 

@@ -11,7 +11,7 @@ static void hm_hamming_popcnt(const uint8_t *rows, size_t n, const uint8_t *quer
                               size_t bytes, uint32_t *out, size_t out_stride) {
     size_t r, q, i;
     for (r = 0; r < n; r++) {
-        hm_fetch_ahead(rows + r * bytes, bytes);
+        if (n > 1) hm_fetch_ahead(rows + r * bytes, bytes);
         for (q = 0; q < m; q++) {
             const uint8_t *a = rows + r * bytes, *b = queries + q * bytes;
             uint64_t c0 = 0, c1 = 0, c2 = 0, c3 = 0;

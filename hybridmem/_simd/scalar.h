@@ -100,10 +100,11 @@ static void hm_late_prepare_scalar(const uint8_t *queries, size_t t, size_t byte
 
 /* Bytes are counted in the 8-bit lanes themselves, widened before they could overflow (31 x 8 = 248). */
 static void hm_late_min_scalar(const uint8_t *group, size_t bytes, const uint8_t *prepared,
-                               size_t t, size_t span, uint32_t *out) {
+                               size_t t, size_t span, ptrdiff_t ahead, uint32_t *out) {
     uint32_t wide[HM_LANES];
     uint8_t narrow[HM_LANES];
     size_t token, b, end, lane;
+    (void)ahead;
     for (token = 0; token < t; token++) {
         const uint8_t *query = prepared + token * bytes;
         memset(wide, 0, sizeof wide);

@@ -97,21 +97,23 @@ typedef struct {
 } hm_late_block;
 
 /* Distances of entries [first, first + n) to a query of t prepared tokens: sums over tokens of the
- * smallest distance. n entries must not leave a group when lanes < 64. */
+ * smallest distance. n entries must not leave a group when lanes < 64. `ahead`: bytes to what is to be
+ * read next. */
 HM_INLINE void hm_late_sum(const hm_kernels *kernels, const hm_late_block *block, size_t first,
-                           size_t n, const uint8_t *prepared, size_t t, uint32_t *out) {
+                           size_t n, const uint8_t *prepared, size_t t, ptrdiff_t ahead,
+                           uint32_t *out) {
     const size_t group_bytes = block->bytes * HM_LANES;
     const size_t token_bytes = block->bytes * kernels->late_expand;
     uint32_t least[HM_TOKENS * HM_LANES];
     size_t e, token, i, g;
     for (e = 0; e < n; e++) out[e] = 0;
-    for (token = 0; token < t; token += HM_TOKENS) {
+    for (token = 0; token < t; token += HM_TOKENS, ahead = 0) {
         size_t tokens = hm_min_size(HM_TOKENS, t - token);
         const uint8_t *query = prepared + token * token_bytes;
         if (block->lanes < HM_LANES) {
             size_t per_group = HM_LANES / block->lanes, offset = first % per_group;
             kernels->late_min(block->groups + first / per_group * group_bytes, block->bytes, query,
-                              tokens, block->lanes, least);
+                              tokens, block->lanes, ahead, least);
             for (i = 0; i < tokens; i++)
                 for (e = 0; e < n; e++) out[e] += least[i * per_group + offset + e];
             continue;
@@ -120,11 +122,12 @@ HM_INLINE void hm_late_sum(const hm_kernels *kernels, const hm_late_block *block
             size_t per_entry = block->lanes / HM_LANES;
             size_t groups = (block->used[first + e] + HM_LANES - 1) / HM_LANES;
             const uint8_t *group = block->groups + (first + e) * per_entry * group_bytes;
-            kernels->late_min(group, block->bytes, query, tokens, HM_LANES, least);
+            kernels->late_min(group, block->bytes, query, tokens, HM_LANES, ahead,
+                              least);
             for (g = 1; g < groups; g++) {
                 uint32_t more[HM_TOKENS];
                 kernels->late_min(group + g * group_bytes, block->bytes, query, tokens, HM_LANES,
-                                  more);
+                                  ahead, more);
                 for (i = 0; i < tokens; i++) least[i] = more[i] < least[i] ? more[i] : least[i];
             }
             for (i = 0; i < tokens; i++) out[e] += least[i];
@@ -150,7 +153,7 @@ static void hm_late_topk(const hm_kernels *kernels, const hm_late_block *block,
         step = hm_late_step(block, e, n - e);
         for (q = 0; q < m; q++) {
             hm_late_sum(kernels, block, e, step, prepared + (size_t)starts[q] * token_bytes,
-                        (size_t)(starts[q + 1] - starts[q]), distance);
+                        (size_t)(starts[q + 1] - starts[q]), q == 0 ? HM_LATE_AHEAD : 0, distance);
             hm_topk_tile(distance, alive + e, step, first_slot + (int64_t)e, best_distance + q * k,
                          best_slot + q * k, k);
         }
@@ -162,16 +165,21 @@ static void hm_late_all(const hm_kernels *kernels, const hm_late_block *block, s
     size_t e, step;
     for (e = 0; e < n; e += step) {
         step = hm_late_step(block, e, n - e);
-        hm_late_sum(kernels, block, e, step, prepared, t, out + e);
+        hm_late_sum(kernels, block, e, step, prepared, t, HM_LATE_AHEAD, out + e);
     }
 }
 
 static void hm_late_at(const hm_kernels *kernels, const hm_late_block *block, const int64_t *at,
                        size_t n, const uint8_t *prepared, size_t t, uint32_t *out) {
+    const int64_t lanes = (int64_t)block->lanes;
+    const ptrdiff_t group_bytes = (ptrdiff_t)(block->bytes * HM_LANES);
     size_t i, run;
     for (i = 0; i < n; i += run) {
+        size_t next = hm_min_size(i + 4, n - 1);
         run = hm_late_step(block, (size_t)at[i], hm_run(at + i, n - i));
-        hm_late_sum(kernels, block, (size_t)at[i], run, prepared, t, out + i);
+        hm_late_sum(kernels, block, (size_t)at[i], run, prepared, t,
+                    (ptrdiff_t)(at[next] * lanes / HM_LANES - at[i] * lanes / HM_LANES) * group_bytes,
+                    out + i);
     }
 }
 

@@ -138,9 +138,9 @@ static void check_late(const hm_kernels *k) {
                     memset(queries, 255, bytes);
                 }
                 hm_table_scalar.late_prepare(queries, t, bytes, plain);
-                hm_table_scalar.late_min(group, bytes, plain, t, span, want);
+                hm_table_scalar.late_min(group, bytes, plain, t, span, 0, want);
                 k->late_prepare(queries, t, bytes, prepared);
-                k->late_min(group, bytes, prepared, t, span, got);
+                k->late_min(group, bytes, prepared, t, span, HM_LATE_AHEAD, got);
                 same(want, got, 4 * n, "late interaction", k->name, bytes * 1000 + span);
                 free(group), free(queries), free(plain), free(prepared), free(want), free(got);
             }
