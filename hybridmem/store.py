@@ -99,13 +99,7 @@ class Store(Reader):
         self._writing()
         layer = _arrays.layer_index(layer_idx)
         weight = _arrays.importance(importance)
-        chunk = self._prepared(layer, keys, values, index_keys)
-        self._make_room([chunk])
-        with self._lock:
-            writer = self._writing()
-            entry_id = self._insert(writer, chunk, layer, weight)
-            self._keep_limits(spare=entry_id)
-            return entry_id
+        return self._put(layer, [("", keys, values, index_keys)], [weight])[0]
 
     def put_many(
         self,
@@ -141,13 +135,31 @@ class Store(Reader):
             if index_keys is None
             else _chunks.each(index_keys, len(pairs), "index_keys")
         )
-        chunks = [
-            self._prepared(layer, keys, values, index, f"entry {at}: ")
+        given = [
+            (f"entry {at}: ", keys, values, index)
             for at, ((keys, values), index) in enumerate(zip(pairs, indexed, strict=True))
         ]
+        return self._put(layer, given, weights)
+
+    def _put(
+        self, layer: int, given: Sequence[tuple[str, Any, Any, Any]], weights: Sequence[float]
+    ) -> list[int]:
+        """Store chunks of one layer, given as (name in messages, keys, values, index keys)."""
+        width = self.config.embed_dim
+
+        def prepared() -> list[Chunk]:
+            return [
+                _chunks.prepare(self._codec, self._signatures, layer, width, k, v, index, where)
+                for where, k, v, index in given
+            ]
+
+        centres = self._signatures.centres
+        chunks = prepared()
         self._make_room(chunks)  # what can fail comes before the first is inserted
         with self._lock:
             writer = self._writing()
+            if self._signatures.centres is not centres:  # calibrated meanwhile
+                chunks = prepared()
             ids = [
                 self._insert(writer, chunk, layer, weight)
                 for chunk, weight in zip(chunks, weights, strict=True)
@@ -156,14 +168,6 @@ class Store(Reader):
                 self._keep_limits(spare=ids[0])
                 self._keep_limits(spare=ids[-1])  # where the chunks alone exceed them
             return ids
-
-    def _prepared(
-        self, layer: int, keys: Any, values: Any, index_keys: Any, where: str = ""
-    ) -> Chunk:
-        width = self.config.embed_dim
-        return _chunks.prepare(
-            self._codec, self._signatures, layer, width, keys, values, index_keys, where
-        )
 
     def _make_room(self, chunks: Sequence[Chunk]) -> None:
         """Refuse what no store could hold; write pending tensors that fill a shard."""
