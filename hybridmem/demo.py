@@ -363,9 +363,9 @@ def table(result: dict[str, Any]) -> str:
     entries, left = stores[0]["entries"], stores[0]["tokens"] // len(layers)
     lines = [
         f"Model     {about['model']}, layers {', '.join(layers)}",
-        f"Text      {about['text'].split(';')[0]}; {about['tokens']} tokens",
+        f"Text      {about['text'].split(', public domain')[0]}; {about['tokens']} tokens",
         f"Question  {question} (the model answers: {about['answer']})",
-        f"Cache     the first {SINK}, the last {RECENT} tokens; the other {left} of a layer are",
+        f"Cache     the first {SINK} and last {RECENT} tokens; the other {left} of a layer are",
         f"          {entries} entries of {CHUNK} tokens on disk, read by a new process",
         "",
         f"{'index':8}{'K/V':>6}{'bytes on disk':>15}{'put':>10}{'query':>10}"

@@ -36,6 +36,7 @@ def run(args: argparse.Namespace) -> None:
     options = Options(
         query_tokens=args.query_tokens,
         retrieved=args.retrieved,
+        chunk=args.chunk,
         sink=args.sink,
         seed=args.seed,
         rankings=all_rankings(),
@@ -46,7 +47,9 @@ def run(args: argparse.Namespace) -> None:
     for number, group in enumerate(groups):
         if args.group is not None and number != args.group:
             continue
-        stem = f"{args.set}-{number}-q{args.query_tokens}-r{args.retrieved}-s{args.sink}"
+        stem = (
+            f"{args.set}-{number}-q{args.query_tokens}-r{args.retrieved}-c{args.chunk}-s{args.sink}"
+        )
         path = args.results / "quality" / f"{stem}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         evaluation = Evaluation(
@@ -72,6 +75,7 @@ def main() -> None:
     one.add_argument("--group", type=int, help="only these four documents of the set: 0, 1")
     one.add_argument("--query-tokens", type=int, default=8)
     one.add_argument("--retrieved", type=int, default=640, help="tokens")
+    one.add_argument("--chunk", type=int, default=64, help="tokens of an entry: 16, 32, 64, 128")
     one.add_argument("--sink", type=int, default=0, help="first tokens that stay in the cache")
     one.add_argument("--seed", type=int, default=0)
     one.add_argument("--threads", type=int, default=1)

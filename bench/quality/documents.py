@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from . import smollm2
@@ -78,14 +81,18 @@ class Bank:
 
 
 def captured(document: Document, model: Any, cache: Path) -> Path:
-    """The file of ``document``'s capture, float16; the model runs where it is not there yet."""
+    """The file of ``document``'s capture, float16; the model runs where it is not there yet.
+
+    It reads the document in bfloat16, as such models are run, and a fifth of the time of float32.
+    """
     key = hashlib.sha256(np.asarray(document.ids, np.int32).tobytes()).hexdigest()[:16]
-    path = cache / f"{document.name}-{key}.npz"
+    path = cache / f"{document.name}-{key}-bf16.npz"
     if not path.exists():
         cache.mkdir(parents=True, exist_ok=True)
         rows = np.arange(QUERY_STRIDE - 1, len(document.ids), QUERY_STRIDE)
-        got = smollm2.capture(model, document.ids, list(range(smollm2.LAYERS)), rows)
-        temporary = path.with_suffix(".tmp.npz")
+        reader = copy.deepcopy(model).to(torch.bfloat16)
+        got = smollm2.capture(reader, document.ids, list(range(smollm2.LAYERS)), rows)
+        temporary = path.with_suffix(f".{os.getpid()}.npz")
         arrays = {"keys": got.keys, "values": got.values, "queries": got.queries}
         np.savez(temporary, **{name: a.astype(np.float16) for name, a in arrays.items()})
         temporary.rename(path)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from . import smollm2
 from .documents import TOKENS, WINDOW, Bank, Document, build, captured, load_bank
 from .facts import Fact
-from .rankings import CHUNK, NEEDLES_ONLY, Keys, Query, Ranking, grouped
+from .rankings import NEEDLES_ONLY, Keys, Query, Ranking, grouped
 
 CALIBRATION = 2048  # tokens of each text that a layer's mean key is learned from
 
@@ -26,6 +26,7 @@ class Options:
 
     query_tokens: int = 8
     retrieved: int = 640  # tokens
+    chunk: int = 64  # tokens of an entry
     sink: int = 0  # first tokens of the text that the bounded cache keeps as well
     seed: int = 0
     rankings: list[Ranking] = field(default_factory=list)
@@ -69,7 +70,7 @@ class Evaluation:
         for bank in self.banks:
             of_bank = []
             for layer in range(smollm2.LAYERS):
-                keys = Keys(bank.keys[layer], bank.rotated[layer], key_means[layer])
+                keys = Keys(bank.keys[layer], bank.rotated[layer], key_means[layer], options.chunk)
                 of_bank.append(Layer(keys, [r.index(keys) for r in options.rankings]))
             self.layers.append(of_bank)
 
@@ -78,8 +79,18 @@ class Evaluation:
         rows = queries[max(0, count - self.options.query_tokens) : count]
         positions = TOKENS + np.arange(count - len(rows), count)
         return Query(
-            grouped(rows), grouped(smollm2.rotate(rows, positions)), self.query_means[layer]
+            grouped(rows),
+            grouped(smollm2.rotate(rows, positions)),
+            self.query_means[layer],
+            self.options.chunk,
         )
+
+    def retrieved(self, scores: NDArray[np.floating[Any]]) -> NDArray[np.int64]:
+        """Tokens of the best chunks among those that left the cache, in their order."""
+        chunk = self.options.chunk
+        scores = scores[: (TOKENS - WINDOW) // chunk]
+        top = np.argsort(-scores, kind="stable")[: self.options.retrieved // chunk]
+        return (np.sort(top)[:, None] * chunk + np.arange(chunk)).reshape(-1)
 
     def run(self) -> Iterator[dict[str, Any]]:
         """One record a question and ranking."""
@@ -101,7 +112,8 @@ class Evaluation:
     ) -> dict[str, dict[str, Any]]:
         """How many chunks each ranking puts before that of the answer, layer by layer."""
         first, last = self.documents[at].answers[number]
-        needle = slice(first // CHUNK, (last - 1) // CHUNK + 1)
+        chunk = self.options.chunk
+        needle = slice(first // chunk, (last - 1) // chunk + 1)
         count = len(prompt_ids(fact, self.tokenizer)[0])
         found = {}
         for which, ranking in enumerate(self.options.rankings):
@@ -141,9 +153,7 @@ class Evaluation:
                     ranking = self.options.rankings[which]
                     query = self.query(layer, queries, len(prompt))
                     scores = ranking.score(self.layers[at][layer].indexes[which], query)
-                    scores = scores[: (TOKENS - WINDOW) // CHUNK]
-                    top = np.argsort(-scores, kind="stable")[: self.options.retrieved // CHUNK]
-                    tokens = (np.sort(top)[:, None] * CHUNK + np.arange(CHUNK)).reshape(-1)
+                    tokens = self.retrieved(scores)
                     rows = [sink, tokens[tokens >= self.options.sink], recent]
                 chosen = np.concatenate(rows)
                 return bank.rotated[layer][chosen], bank.values[layer][chosen]

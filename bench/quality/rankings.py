@@ -16,7 +16,6 @@ from hybridmem.hdc import Projector
 
 from .smollm2 import HEAD_DIM, KV_HEADS, WIDTH
 
-CHUNK = 64
 Floats = NDArray[np.float32]
 
 
@@ -27,6 +26,7 @@ class Keys:
     unrotated: Floats
     rotated: Floats
     mean: Floats
+    chunk: int  # tokens of an entry
 
 
 @dataclass
@@ -36,6 +36,7 @@ class Query:
     unrotated: Floats
     rotated: Floats
     mean: Floats
+    chunk: int
 
 
 def grouped(queries: Floats) -> Floats:
@@ -49,7 +50,7 @@ class Ranking(Protocol):
     @property
     def name(self) -> str: ...
 
-    def entry_bytes(self) -> int: ...
+    def entry_bytes(self, chunk: int) -> int: ...
 
     def index(self, keys: Keys) -> Any: ...
 
@@ -70,7 +71,7 @@ def hamming(index: NDArray[np.uint64], query: NDArray[np.uint64]) -> NDArray[np.
     return out
 
 
-def pooled(rows: Floats, run: int = CHUNK) -> Floats:
+def pooled(rows: Floats, run: int) -> Floats:
     """Means of runs of consecutive rows."""
     return rows.reshape(-1, run, rows.shape[1]).mean(1, dtype=np.float64).astype(np.float32)
 
@@ -81,11 +82,11 @@ class Recency:
 
     name: str = "recency"
 
-    def entry_bytes(self) -> int:
+    def entry_bytes(self, chunk: int) -> int:
         return 0
 
     def index(self, keys: Keys) -> int:
-        return len(keys.unrotated) // CHUNK
+        return len(keys.unrotated) // keys.chunk
 
     def score(self, index: int, query: Query) -> NDArray[np.float64]:
         return np.arange(index, dtype=np.float64)
@@ -101,11 +102,11 @@ class Pooled:
     norms: bool = False
     bits: int = 4096
 
-    def entry_bytes(self) -> int:
+    def entry_bytes(self, chunk: int) -> int:
         return self.bits // 8
 
     def index(self, keys: Keys) -> tuple[NDArray[np.uint64], Floats]:
-        means = pooled(keys.rotated if self.rotated else keys.unrotated)
+        means = pooled(keys.rotated if self.rotated else keys.unrotated, keys.chunk)
         if self.centre:
             means = means - keys.mean
         return words(Projector(WIDTH, self.bits).project(means)), np.linalg.norm(means, axis=1)
@@ -132,8 +133,8 @@ class Late:
     centre_query: bool = True
     rotated: bool = False
 
-    def entry_bytes(self) -> int:
-        return CHUNK // self.tokens * self.bits // 8
+    def entry_bytes(self, chunk: int) -> int:
+        return chunk // self.tokens * self.bits // 8
 
     def index(self, keys: Keys) -> NDArray[np.uint64]:
         rows = keys.rotated if self.rotated else keys.unrotated
@@ -147,7 +148,7 @@ class Late:
         if self.centre_query:
             rows = rows - query.mean
         distance = hamming(index, words(Projector(WIDTH, self.bits).project(rows)))
-        return -best(distance, CHUNK // self.tokens, np.minimum)
+        return -best(distance, query.chunk // self.tokens, np.minimum)
 
 
 @dataclass(frozen=True)
@@ -159,8 +160,8 @@ class Staged:
     second: Late
     keep: int = 40
 
-    def entry_bytes(self) -> int:
-        return self.second.entry_bytes()
+    def entry_bytes(self, chunk: int) -> int:
+        return self.second.entry_bytes(chunk)
 
     def index(self, keys: Keys) -> tuple[Any, Any]:
         return self.first.index(keys), self.second.index(keys)
@@ -180,8 +181,8 @@ class ExactLate:
     name: str
     cosine: bool = False
 
-    def entry_bytes(self) -> int:
-        return CHUNK * WIDTH * 4
+    def entry_bytes(self, chunk: int) -> int:
+        return chunk * WIDTH * 4
 
     def index(self, keys: Keys) -> Floats:
         rows = keys.unrotated - keys.mean
@@ -191,7 +192,7 @@ class ExactLate:
         rows = query.unrotated - query.mean
         if self.cosine:
             rows = rows / np.linalg.norm(rows, axis=1, keepdims=True)
-        return best(rows @ index.T, CHUNK, np.maximum)
+        return best(rows @ index.T, query.chunk, np.maximum)
 
 
 def best(scores: NDArray[Any], run: int, pick: np.ufunc) -> NDArray[np.float64]:

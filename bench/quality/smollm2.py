@@ -86,13 +86,14 @@ def capture(
 ) -> Capture:
     """Run the model over ``ids`` and keep what the projections of ``layers`` gave.
 
-    Keys and values of every token are kept, queries only of the tokens ``query_rows``.
+    Keys and values of every token are kept, queries only of the tokens ``query_rows``. A model in
+    bfloat16 is several times as fast where the processor multiplies that.
     """
     kept: dict[tuple[int, str], FloatArray] = {}
 
     def keep(layer: int, name: str) -> Callable[..., None]:
         def hook(_module: Any, _args: Any, output: torch.Tensor) -> None:
-            rows = output[0].numpy()
+            rows = output[0].float().numpy()
             kept[layer, name] = rows[query_rows] if name == "q_proj" else rows.copy()
 
         return hook
