@@ -20,8 +20,8 @@ pytest.importorskip("click", reason="needs click: pip install 'hybridmem[cli]'")
 from click.testing import CliRunner, Result
 
 from hybridmem._commands import commands
-from hybridmem._commands.change import eviction_order
-from hybridmem._commands.text import age, plural, size
+from hybridmem._text import age, plural, size
+from hybridmem.report.facts import eviction_order
 
 WIDTH, TOKENS, ENTRIES = 24, 6, 30
 
@@ -250,6 +250,17 @@ def test_a_damaged_store_is_exit_code_3(store: Path) -> None:
     index = store / "index.json"
     index.write_bytes(index.read_bytes().replace(b'"generation"', b'"generatiom"'))
     assert document("info", store, code=3)["error"]["type"] == "CorruptStoreError"
+
+
+def test_report_is_written_where_it_is_asked_for(store: Path, tmp_path: Path) -> None:
+    before = contents(store)
+    page = tmp_path / "out.html"
+    told = document("report", store, "-o", page)
+    assert told == {"path": str(page), "bytes": page.stat().st_size, "entries": ENTRIES - 2}
+    assert page.read_text().startswith("<!doctype html>")
+    assert "wrote" in run("report", store, "-o", page).stdout
+    assert "cannot write" in run("report", store, "-o", tmp_path / "no" / "x", code=1).stderr
+    assert contents(store) == before
 
 
 def test_compact_gives_back_what_the_dry_run_said(store: Path) -> None:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
 import click
 import numpy as np
-import numpy.typing as npt
 
-from hybridmem._commands import text
+from hybridmem import _text as text
 from hybridmem._commands.group import (
     commands,
     emit,
@@ -19,6 +15,7 @@ from hybridmem._commands.group import (
     store_argument,
     write_store,
 )
+from hybridmem.report.facts import eviction_order
 
 _dry_run = click.option("--dry-run", is_flag=True, help="Say what would be done, and do nothing.")
 
@@ -83,16 +80,6 @@ def evict(store: str, target: int, dry_run: bool) -> None:
         {"dry_run": False, "evicted": count, "left": left},
         [f"evicted {text.plural(count, 'entry')}; {text.plural(left, 'entry')} left"],
     )
-
-
-def eviction_order(records: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    """Return the rows of `Store.entries` in the order in which they would be evicted."""
-    boost = {
-        count: 1.0 + math.log(1 + count) for count in np.unique(records["access_count"]).tolist()
-    }
-    counts = records["access_count"].tolist()
-    scores = records["importance"].astype(np.float64) * [boost[count] for count in counts]
-    return np.lexsort((records["entry_id"], records["timestamp"], scores))
 
 
 @commands.command()

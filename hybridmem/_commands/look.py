@@ -11,8 +11,8 @@ import click
 import numpy as np
 import numpy.typing as npt
 
-from hybridmem import Entry, Hit, Store
-from hybridmem._commands import text
+from hybridmem import Entry, Hit, Store, report
+from hybridmem import _text as text
 from hybridmem._commands.group import (
     commands,
     emit,
@@ -304,3 +304,32 @@ def _load_tensor(path: str, name: str) -> npt.NDArray[Any]:
             return np.asarray(file.get_tensor(name))
     except (SafetensorError, TypeError) as error:
         fail(f"cannot read {path}: {error}")
+
+
+@commands.command("report")
+@store_argument
+@click.option(
+    "-o",
+    "--output",
+    default="report.html",
+    show_default=True,
+    type=click.Path(dir_okay=False),
+    help="File to write.",
+)
+@pread_option
+@json_option
+def make_report(store: str, output: str, io: str) -> None:
+    """Write a page about a store: size, layers, importance, what is alike, what goes next.
+
+    One HTML file without scripts, for a browser on any device.
+    """
+    with read_store(store, io) as opened:
+        try:
+            facts = report.write(opened, output)
+        except OSError as error:
+            fail(f"cannot write {output}: {error}")
+    n_bytes = os.path.getsize(output)
+    emit(
+        {"path": output, "bytes": n_bytes, "entries": facts.stats.entries},
+        [f"wrote {output}, {text.size(n_bytes)}"],
+    )
