@@ -301,6 +301,7 @@ def test_int8_of_constants(n: int, value: float) -> None:
         assert np.isfinite(got).all()
         if value == 0:
             assert not got.any()
+            assert {t.dtype for t in INT8.encode(x, x)} == {"I8", "F16"}
         np.testing.assert_allclose(got, want, rtol=1e-3)
 
 
