@@ -32,7 +32,7 @@ def busy_store(new_store: Callable[..., Any], rng: np.random.Generator) -> Any:
     """Random importances and access counts, with many that are equal."""
     store = new_store()
     for i in range(40):
-        importance = [0, 0.5, 1.0, 1.0, 2.0, float(rng.random())][i % 6]
+        importance = [0, 1.0, 1.0, float(rng.random()), 2 * float(rng.random())][i % 5]
         store.put(*pair(rng, 2), layer_idx=i % 3, importance=importance)
     for i in range(60):
         store.query(pair(rng, 1)[0], layer_idx=i % 3, top_k=1 + i % 4)
@@ -63,6 +63,21 @@ def test_accesses_protect(store: Any, rng: np.random.Generator) -> None:
     assert list(store) == [1, 3]
     assert store.evict(1) == 1
     assert list(store) == [1]
+
+
+@pytest.mark.parametrize("accesses", [1, 2, 5, 30])
+@pytest.mark.parametrize("off", [0.999, 1.001])
+def test_the_logarithm_is_natural(
+    off: float, accesses: int, store: Any, rng: np.random.Generator
+) -> None:
+    """An entry accessed so often goes just after or just before one of such importance."""
+    accessed, other = pair(rng, 2), pair(rng, 2)
+    store.put(*accessed, layer_idx=0, importance=1.0)
+    store.put(*other, layer_idx=1, importance=off * (1 + math.log(1 + accesses)))
+    for _ in range(accesses):
+        store.query(accessed[0], 0, 1)
+    assert store.evict(1) == 1
+    assert list(store) == ([1] if off < 1 else [2])
 
 
 def test_importance_zero_is_never_protected(store: Any, rng: np.random.Generator) -> None:

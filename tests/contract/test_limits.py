@@ -190,6 +190,15 @@ def test_limits_given_to_a_writer_are_kept_from_the_next_commit(
 
 
 @pytest.mark.parametrize("name", LIMITS)
+def test_limits_given_to_a_writer_hold_from_then_on(name: str, store: Any) -> None:
+    """Also where nothing else was to be committed."""
+    store.close()
+    hybridmem.open(store.path, **{name: LIMITS[name]}).close()
+    with hybridmem.open(store.path) as again:
+        assert getattr(again.config, name) == LIMITS[name]
+
+
+@pytest.mark.parametrize("name", LIMITS)
 def test_limits_given_to_a_reader_hold_for_that_handle_only(
     name: str, store: Any, rng: np.random.Generator
 ) -> None:
@@ -236,9 +245,8 @@ def lowest_are_gone(model: dict[int, tuple[float, int]], store: Any) -> bool:
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, {"quantize_stored": True}, {"kv_dtype": "float16"}], ids=str
+    ("every", "fields"), [(1, {}), (7, {"quantize_stored": True}), (7, {"kv_dtype": "float16"})]
 )
-@pytest.mark.parametrize("every", [1, 7])
 def test_max_disk_bytes_holds_after_every_flush(
     every: int, fields: dict[str, Any], new_store: Callable[..., Any], rng: np.random.Generator
 ) -> None:
