@@ -1,0 +1,1 @@
+"""Tests that nothing is lost and nothing silently wrong (docs/durability.md)."""
