@@ -1,8 +1,8 @@
-"""``python -m bench.quality run`` captures, asks and measures, ``tables`` reports.
+"""``python -m bench.quality`` measures retrieval on a real model and writes the tables.
 
-``run`` writes one JSON line a question and ranking to ``bench/results/quality/``; captures are
-kept below ``bench/results/captures`` (about 200 MB a document, not in git). With fixed seeds two
-runs differ only by what another BLAS or thread count changes in the last bits.
+Records, one JSON line a question and ranking, go to ``bench/results/quality``, captures (about 200
+MB a document) to ``bench/results/captures``; neither is in git. With the same seed two runs differ
+only by what another processor, BLAS or number of threads changes in the last bits.
 """
 
 from __future__ import annotations
@@ -67,24 +67,25 @@ def run(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.quality", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.quality",
+        description="Retrieval on a real model: capture, ask, measure, and write the tables.",
+    )
+    parser.add_argument("what", nargs="?", choices=["all", "run", "tables"], default="all")
+    parser.add_argument("--set", choices=["choose", "report"], default="report")
+    parser.add_argument("--group", type=int, help="only these four documents of the set: 0, 1")
+    parser.add_argument("--query-tokens", type=int, default=8)
+    parser.add_argument("--retrieved", type=int, default=640, help="tokens")
+    parser.add_argument("--chunk", type=int, default=64, help="tokens of an entry: 32, 64, 128")
+    parser.add_argument("--sink", type=int, default=4, help="first tokens that a cache keeps")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--results", type=Path, default=RESULTS, help="default: bench/results")
-    commands = parser.add_subparsers(dest="command", required=True)
-    one = commands.add_parser("run", help="ask every question of a set (about an hour of one core)")
-    one.add_argument("--set", choices=["choose", "report"], default="report")
-    one.add_argument("--group", type=int, help="only these four documents of the set: 0, 1")
-    one.add_argument("--query-tokens", type=int, default=8)
-    one.add_argument("--retrieved", type=int, default=640, help="tokens")
-    one.add_argument("--chunk", type=int, default=64, help="tokens of an entry: 16, 32, 64, 128")
-    one.add_argument("--sink", type=int, default=0, help="first tokens that stay in the cache")
-    one.add_argument("--seed", type=int, default=0)
-    one.add_argument("--threads", type=int, default=1)
-    two = commands.add_parser("tables", help="CSV and markdown of the records")
-    two.add_argument("--out", type=Path, default=Path(__file__).parent / "tables")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "tables")
     args = parser.parse_args()
-    if args.command == "run":
+    if args.what != "tables":
         run(args)
-    else:
+    if args.what != "run":
         from .report import write_tables
 
         write_tables(args.results / "quality", args.out)

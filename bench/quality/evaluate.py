@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from . import smollm2
 from .documents import TOKENS, WINDOW, Bank, Document, build, captured, load_bank
 from .facts import Fact
-from .rankings import NEEDLES_ONLY, Keys, Query, Ranking, grouped
+from .rankings import NEEDLES_ONLY, WITH_SINK, Keys, Query, Ranking, grouped
 
 CALIBRATION = 2048  # tokens of each text that a layer's mean key is learned from
 
@@ -27,7 +27,7 @@ class Options:
     query_tokens: int = 8
     retrieved: int = 640  # tokens
     chunk: int = 64  # tokens of an entry
-    sink: int = 0  # first tokens of the text that the bounded cache keeps as well
+    sink: int = 4  # WITH_SINK: first tokens of the text that the bounded cache keeps as well
     seed: int = 0
     rankings: list[Ranking] = field(default_factory=list)
 
@@ -44,6 +44,17 @@ def prompt_ids(fact: Fact, tokenizer: Any) -> tuple[list[int], list[int]]:
     """Tokens of the question with the start of its answer, and of the rest of the answer."""
     prompt = f"\n\nQuestion: {fact.question}\nAnswer:{fact.stem}"
     return tokenizer(prompt)["input_ids"], tokenizer(fact.answer)["input_ids"]
+
+
+def held(retrieved: NDArray[np.int64], sink: int = 0) -> NDArray[np.int64]:
+    """Retrieved tokens and those that the bounded cache holds, each once."""
+    recent = np.arange(TOKENS - WINDOW, TOKENS)
+    return np.concatenate([np.arange(sink), retrieved[retrieved >= sink], recent])
+
+
+def relative_error(got: NDArray[np.float32], exact: NDArray[np.float32]) -> float:
+    """Norm of the difference, in parts of the norm of what it should be."""
+    return float(np.linalg.norm(got - exact) / np.linalg.norm(exact))
 
 
 class Evaluation:
@@ -110,14 +121,18 @@ class Evaluation:
     def _needles(
         self, at: int, number: int, fact: Fact, asked: dict[int, NDArray[np.float32]]
     ) -> dict[str, dict[str, Any]]:
-        """How many chunks each ranking puts before that of the answer, layer by layer."""
+        """Layer by layer: chunks put before the answer's, and the error of attention outputs."""
         first, last = self.documents[at].answers[number]
         chunk = self.options.chunk
         needle = slice(first // chunk, (last - 1) // chunk + 1)
         count = len(prompt_ids(fact, self.tokenizer)[0])
-        found = {}
+        found: dict[str, dict[str, Any]] = {"cache only": {"errors": []}}
+        outputs = [self._outputs(at, layer, asked[layer], None) for layer in range(smollm2.LAYERS)]
+        for layer, exact in enumerate(outputs):
+            got = self._outputs(at, layer, asked[layer], np.zeros(0, np.int64))
+            found["cache only"]["errors"].append(relative_error(got, exact))
         for which, ranking in enumerate(self.options.rankings):
-            own, everywhere = [], []
+            own, everywhere, errors = [], [], []
             for layer in range(smollm2.LAYERS):
                 query = self.query(layer, asked[layer], count)
                 scores = [
@@ -127,8 +142,23 @@ class Evaluation:
                 target = scores[at][needle].max()
                 own.append(int((scores[at] > target).sum()))
                 everywhere.append(int(sum((s > target).sum() for s in scores)))
-            found[ranking.name] = {"own_ranks": own, "pooled_ranks": everywhere}
+                got = self._outputs(at, layer, asked[layer], self.retrieved(scores[at]))
+                errors.append(relative_error(got, outputs[layer]))
+            found[ranking.name] = {"own_ranks": own, "pooled_ranks": everywhere, "errors": errors}
         return found
+
+    def _outputs(
+        self,
+        at: int,
+        layer: int,
+        queries: NDArray[np.float32],
+        retrieved: NDArray[np.int64] | None,
+    ) -> NDArray[np.float32]:
+        """What the last query tokens attend to in a document: all of it, or cache and retrieved."""
+        bank, positions = self.banks[at], TOKENS + np.arange(len(queries))
+        rows = slice(None) if retrieved is None else held(retrieved)
+        turned = smollm2.rotate(queries, positions)[-self.options.query_tokens :]
+        return smollm2.attend(turned, bank.rotated[layer][rows], bank.values[layer][rows])
 
     def _answers(
         self, at: int, fact: Fact, asked: dict[int, NDArray[np.float32]]
@@ -139,31 +169,37 @@ class Evaluation:
         """
         prompt, answer = prompt_ids(fact, self.tokenizer)
         bank = self.banks[at]
-        recent = np.arange(TOKENS - WINDOW, TOKENS)
-        sink = np.arange(self.options.sink)
 
         def everything(layer: int, queries: NDArray[np.float32]) -> tuple[Any, Any]:
             asked[layer] = queries[: len(prompt)].copy()
             return bank.rotated[layer], bank.values[layer]
 
-        def cache_and(which: int | None) -> smollm2.Memory:
+        def cache_and(which: int | None, sink: int = 0) -> smollm2.Memory:
             def memory(layer: int, queries: NDArray[np.float32]) -> tuple[Any, Any]:
-                rows = [sink, recent]
+                tokens = np.zeros(0, np.int64)
                 if which is not None:
                     ranking = self.options.rankings[which]
                     query = self.query(layer, queries, len(prompt))
                     scores = ranking.score(self.layers[at][layer].indexes[which], query)
                     tokens = self.retrieved(scores)
-                    rows = [sink, tokens[tokens >= self.options.sink], recent]
-                chosen = np.concatenate(rows)
+                chosen = held(tokens, sink)
                 return bank.rotated[layer][chosen], bank.values[layer][chosen]
 
             return memory
 
-        memories = {"full attention": everything, "cache only": cache_and(None)}
+        sink = self.options.sink
+        memories = {
+            "full attention": everything,
+            "cache only": cache_and(None),
+            f"cache only; it keeps the first {sink}": cache_and(None, sink),
+        }
         for which, ranking in enumerate(self.options.rankings):
             if ranking.name not in NEEDLES_ONLY:
                 memories[ranking.name] = cache_and(which)
+            if ranking.name in WITH_SINK:
+                memories[f"{ranking.name}; the cache keeps the first {sink}"] = cache_and(
+                    which, sink
+                )
         logits = smollm2.continue_with(
             self.model, prompt + answer, TOKENS, list(memories.values())
         )[:, len(prompt) - 1 : -1]

@@ -55,7 +55,10 @@ def rows(records: Records, chunk: int) -> list[dict[str, Any]]:
     full = records[REFERENCE]
     out = []
     for name, answers in records.items():
-        row: dict[str, Any] = {"ranking": name, "bytes_per_entry": sizes.get(name, "")}
+        row: dict[str, Any] = {
+            "ranking": name,
+            "bytes_per_entry": sizes.get(name.split(";")[0], ""),
+        }
         questions = [q for q in answers if q in full]
         row["questions"] = len(questions)
         if "loss" in answers[questions[0]]:
@@ -64,6 +67,9 @@ def rows(records: Records, chunk: int) -> list[dict[str, Any]]:
             row["loss"], row["loss_low"], row["loss_high"] = interval(losses)
             row["above_full"], row["above_low"], row["above_high"] = interval(more)
             row["exact"] = sum(answers[q]["exact"] for q in questions)
+        if "errors" in answers[questions[0]]:
+            errors = [float(np.mean(answers[q]["errors"])) for q in questions]
+            row["output_error"], row["error_low"], row["error_high"] = interval(errors)
         for which in ("own", "pooled"):
             if f"{which}_ranks" in answers[questions[0]]:
                 found = [np.mean(np.array(answers[q][f"{which}_ranks"]) < TOP) for q in questions]
@@ -97,8 +103,8 @@ def markdown(table: list[dict[str, Any]]) -> str:
 
     lines = [
         "| ranking | bytes an entry | answer loss, nats | above full attention | exact answers "
-        "| needle, own document | four documents |",
-        "|---|---|---|---|---|---|---|",
+        "| output error | needle, own document | four documents |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in table:
         exact = f"{row['exact']} of {row['questions']}" if "exact" in row else ""
@@ -109,6 +115,7 @@ def markdown(table: list[dict[str, Any]]) -> str:
             cell(row, "loss", "loss_low", "loss_high", ".2f"),
             cell(row, "above_full", "above_low", "above_high", "+.2f"),
             exact,
+            cell(row, "output_error", "error_low", "error_high", ".2f"),
             cell(row, "own", "own_low", "own_high", ".2f"),
             cell(row, "pooled", "pooled_low", "pooled_high", ".2f"),
         ]

@@ -114,6 +114,21 @@ def capture(
     return Capture(k, v, q)
 
 
+def heads(rows: FloatArray) -> torch.Tensor:
+    """``[n, heads * 64]`` as ``[1, heads, n, 64]``."""
+    return torch.from_numpy(rows).view(len(rows), -1, HEAD_DIM).transpose(0, 1)[None]
+
+
+def attend(
+    queries: FloatArray, keys: FloatArray, values: FloatArray, mask: torch.Tensor | None = None
+) -> FloatArray:
+    """Outputs ``[n, 576]`` of rotated queries over rotated keys; all of them where no mask says."""
+    out = torch.nn.functional.scaled_dot_product_attention(
+        heads(queries), heads(keys), heads(values), attn_mask=mask, enable_gqa=True
+    )
+    return out[0].transpose(0, 1).reshape(len(queries), -1).numpy()
+
+
 # memory(layer, queries) -> rotated keys and values, [rows, 192], that a text goes on with
 Memory = Callable[[int, FloatArray], tuple[FloatArray, FloatArray]]
 
@@ -143,14 +158,7 @@ def continue_with(
             keys = np.concatenate([memory_k, rotate(k[one], positions)])
             values = np.concatenate([memory_v, v[one]])
             mask = torch.cat([torch.ones(n, len(memory_k), dtype=torch.bool), causal], dim=1)
-            q_heads, k_heads, v_heads = (
-                torch.from_numpy(a).view(len(a), -1, HEAD_DIM).transpose(0, 1)[None]
-                for a in (rotate(q[one], positions), keys, values)
-            )
-            out = torch.nn.functional.scaled_dot_product_attention(
-                q_heads, k_heads, v_heads, attn_mask=mask, enable_gqa=True
-            )
-            outputs.append(out[0].transpose(0, 1).reshape(n, -1))
-        x = x + attention.o_proj(torch.stack(outputs))
+            outputs.append(attend(rotate(q[one], positions), keys, values, mask))
+        x = x + attention.o_proj(torch.from_numpy(np.stack(outputs)))
         x = x + layer.mlp(layer.post_attention_layernorm(x))
     return model.lm_head(base.norm(x))
