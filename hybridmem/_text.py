@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Iterable, Sequence
 
-__all__ = ["age", "moment", "pairs", "plural", "size", "table"]
+__all__ = ["age", "moment", "pairs", "plural", "seconds", "size", "table"]
 
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _NS = 1_000_000_000
@@ -64,6 +64,20 @@ def age(seconds: float) -> str:
         if seconds >= length:
             return f"{int(seconds // length)} {unit}"
     return f"{max(0, int(seconds))} s"
+
+
+def seconds(duration: float) -> str:
+    """Return a duration with a unit, to three figures.
+
+    Examples
+    --------
+    >>> seconds(0.000_012_34), seconds(2)
+    ('12.3 us', '2 s')
+    """
+    for unit, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
+        if duration * scale >= 1:
+            return f"{duration * scale:.3g} {unit}"
+    return f"{duration * 1e9:.0f} ns"
 
 
 def pairs(rows: Iterable[tuple[str, object]]) -> list[str]:

@@ -20,7 +20,7 @@ pytest.importorskip("click", reason="needs click: pip install 'hybridmem[cli]'")
 from click.testing import CliRunner, Result
 
 from hybridmem._commands import commands
-from hybridmem._text import age, plural, size
+from hybridmem._text import age, plural, seconds, size
 from hybridmem.report.facts import eviction_order
 
 WIDTH, TOKENS, ENTRIES = 24, 6, 30
@@ -263,6 +263,17 @@ def test_report_is_written_where_it_is_asked_for(store: Path, tmp_path: Path) ->
     assert contents(store) == before
 
 
+def test_bench_measures_in_a_store_that_it_takes_away(tmp_path: Path) -> None:
+    sizes = ["--width", 16, "--tokens", 4, "--entries", 20, "--layers", 2, "--dir", tmp_path]
+    told = document("bench", *sizes, "--kept", "float16")
+    assert told["put_bytes"] == 20 * 2 * 4 * 16 * 4
+    assert told["entry_bytes"] >= 2 * 4 * 16 * 2 + 552
+    assert all(value > 0 for name, value in told.items() if name.endswith("_seconds"))
+    assert list(tmp_path.iterdir()) == []
+    lines = run("bench", *sizes).stdout.splitlines()
+    assert [line.split("  ")[0] for line in lines][:3] == ["entry", "put", "all puts and flush"]
+
+
 def test_compact_gives_back_what_the_dry_run_said(store: Path) -> None:
     said = document("compact", store, "--dry-run")
     size_before = document("info", store)["disk_bytes"]
@@ -308,6 +319,7 @@ def test_numbers_as_people_read_them() -> None:
     assert [size(n) for n in (0, 1023, 1024, 1536, 10 * 1024, 1023 * 1024, 1 << 20)] == [
         "0 B", "1023 B", "1.00 KiB", "1.50 KiB", "10.0 KiB", "1.00 MiB", "1.00 MiB",
     ]  # fmt: skip
+    assert [seconds(s) for s in (3e-9, 1.5e-6, 0.02, 61)] == ["3 ns", "1.5 us", "20 ms", "61 s"]
     assert size(3.2 * 2**40) == "3.20 TiB"
     assert size(2.0**80) == "1048576 EiB"
     assert [plural(n, "entry") for n in (0, 1, 1234)] == ["0 entries", "1 entry", "1,234 entries"]
