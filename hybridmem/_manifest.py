@@ -21,7 +21,14 @@ from hybridmem._format import (
 from hybridmem.config import Config
 from hybridmem.errors import CorruptStoreError, StoreNotFoundError, VersionError
 
-__all__ = ["INDEX_NAME", "Calibration", "Manifest", "ShardInfo", "read_manifest"]
+__all__ = [
+    "INDEX_NAME",
+    "Calibration",
+    "Manifest",
+    "ShardInfo",
+    "read_manifest",
+    "unchecked_manifest",
+]
 
 INDEX_NAME = "index.json"
 _U32, _U64 = 1 << 32, 1 << 64
@@ -136,7 +143,10 @@ class Manifest:
     @classmethod
     def decode(cls, data: bytes) -> Manifest:
         """Parse index.json; raise ValueError saying which rule is broken."""
-        fields = decode_json(data)
+        return cls._of_fields(decode_json(data))
+
+    @classmethod
+    def _of_fields(cls, fields: dict[str, Any]) -> Manifest:
         expected = {
             "format", "format_version", "store_id", "generation", "config", "quantization",
             "next_entry_id", "next_shard", "n_entries", "entries_crc32c", "shards", "dead",
@@ -198,6 +208,15 @@ def read_manifest(directory: Directory) -> Manifest:
                 f"{FORMAT_VERSION}: install a newer hybridmem to open it"
             ) from None
         raise CorruptStoreError(f"{path} is damaged: {error}", path=str(path)) from None
+
+
+def unchecked_manifest(directory: Directory) -> Manifest | None:
+    """Return what a damaged index.json says if it holds every rule but that of its checksum."""
+    try:
+        fields = decode_json(directory.read_file(INDEX_NAME, _MAX_INDEX_BYTES), checked=False)
+        return Manifest._of_fields(fields)
+    except (CorruptStoreError, ValueError):
+        return None
 
 
 def _integer(name: str, value: object, low: int, high: int) -> int:

@@ -35,6 +35,7 @@ __all__ = [
     "ShardPool",
     "batches",
     "check_files",
+    "scanned_shard",
     "shard_bytes",
     "tensor_bytes",
     "write_shard",
@@ -131,6 +132,29 @@ def check_files(directory: Directory, infos: Iterable[ShardInfo]) -> None:
                 path=path,
                 offset=min(size, info.size),
             )
+
+
+def scanned_shard(directory: Directory, number: int) -> ShardInfo | None:
+    """Return what index.json should say of a shard, by the file alone; None if it is damaged."""
+    name = shard_name(number)
+    try:
+        fd, size = directory.open_file(name)
+    except CorruptStoreError:
+        return None
+    try:
+        length = bytearray(8)
+        directory.read_into(fd, memoryview(length), 0, name)
+        n_head = 8 + int.from_bytes(length, "little")
+        if n_head > min(size, MAX_HEADER_BYTES):
+            return None
+        head = bytearray(n_head)
+        directory.read_into(fd, memoryview(head), 0, name)
+        header = parse_header(bytes(head[8:]), size - n_head)
+        return ShardInfo(number, size, crc32c(bytes(head)), len(header.ids))
+    except ValueError:
+        return None
+    finally:
+        directory.close_file(fd)
 
 
 class _Open:

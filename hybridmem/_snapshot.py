@@ -5,6 +5,8 @@ from __future__ import annotations
 import secrets
 from typing import NamedTuple
 
+import numpy as np
+
 from hybridmem._entries import ENTRIES_NAME, EntryTable
 from hybridmem._fileio import Directory, is_temporary
 from hybridmem._format import shard_number
@@ -13,7 +15,7 @@ from hybridmem._shards import check_files
 from hybridmem.config import Config
 from hybridmem.errors import CorruptStoreError
 
-__all__ = ["Loaded", "initialise", "load", "recover"]
+__all__ = ["Loaded", "initialise", "load", "recover", "rewrite"]
 
 
 def initialise(directory: Directory, config: Config) -> Manifest:
@@ -93,3 +95,16 @@ def recover(directory: Directory, loaded: Loaded) -> None:
         return
     if size > manifest.n_records * table.dtype.itemsize:
         directory.truncate_file(ENTRIES_NAME, manifest.n_records * table.dtype.itemsize)
+
+
+def rewrite(directory: Directory, loaded: Loaded) -> None:
+    """Commit a snapshot that is in memory in place of a damaged one. The directory is locked."""
+    table = loaded.table
+    manifest = loaded.manifest.replace(generation=loaded.manifest.generation + 1)
+    records = table.records(np.arange(table.n_rows)).tobytes()
+    directory.write_file(manifest.entries_name, [records])
+    directory.sync()
+    directory.rename(directory.write_temporary([manifest.encode()], INDEX_NAME), INDEX_NAME)
+    directory.sync()
+    directory.rename(manifest.entries_name, ENTRIES_NAME)
+    directory.sync()

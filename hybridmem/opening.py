@@ -9,6 +9,7 @@ from typing import Any
 from hybridmem import _snapshot
 from hybridmem._commit import RESERVE_NAME
 from hybridmem._entries import ENTRIES_NAME
+from hybridmem._examine import examine
 from hybridmem._fileio import LOCK_NAME, Directory, is_temporary
 from hybridmem._manifest import INDEX_NAME
 from hybridmem.config import Config
@@ -73,6 +74,7 @@ def open(
     max_open_shards: int | None = None,
     model_id: str | None = None,
     io: str = "mmap",
+    salvage: bool = False,
 ) -> Store:
     """Open a store.
 
@@ -90,6 +92,9 @@ def open(
         "pread" reads files instead of mapping them, for stores that someone else may cut short
         while they are open: that is a CorruptStoreError then and not a bus error. Nothing is
         zero-copy then.
+    salvage : bool, default False
+        Check everything, and open a damaged store with the entries that verify; a writer commits
+        that the others are gone. `hybridmem.verify.salvage` leaves the damaged store as it is.
 
     Raises
     ------
@@ -126,7 +131,7 @@ def open(
                     f"no store in {path}: it has no {INDEX_NAME}; make one with hybridmem.create"
                 )
             directory.lock()
-        loaded = _snapshot.load(directory, io)
+        loaded = _salvaged(directory, mode, io) if salvage else _snapshot.load(directory, io)
         stored_id = loaded.manifest.config.model_id
         if model_id is not None and model_id != stored_id:
             raise ModelMismatchError(
@@ -139,6 +144,19 @@ def open(
     except BaseException:
         directory.close()
         raise
+
+
+def _salvaged(directory: Directory, mode: str, io: str) -> _snapshot.Loaded:
+    """Return what verifies of a store, committed first where it is opened for writing."""
+    examined = examine(directory)
+    examined.pool.close()
+    if not examined.faults:
+        return _snapshot.load(directory, io)
+    loaded = examined.loaded(directory)
+    if mode == "r":
+        return loaded
+    _snapshot.rewrite(directory, loaded)
+    return _snapshot.load(directory, io)
 
 
 def _path(store_dir: StrPath) -> Path:

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Entry", "Hit", "Stats"]
+__all__ = ["Entry", "Fault", "Hit", "Report", "Stats"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -112,3 +112,55 @@ class Stats:
     queries: int
     hits: int
     evicted: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """Something in a store that is not what was committed.
+
+    Attributes
+    ----------
+    file : str
+        Name of the file in the store's directory.
+    message : str
+    offset : int or None
+        Byte offset in the file.
+    records : tuple of (int, int) or None
+        First and last record of entries.bin that are affected.
+    entry_id : int or None
+        The entry that is affected, where it is one.
+    """
+
+    file: str
+    message: str
+    offset: int | None = None
+    records: tuple[int, int] | None = None
+    entry_id: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What `verify` found, or `salvage` kept.
+
+    Attributes
+    ----------
+    path : str
+    entries : int
+        Live entries that there should be.
+    sound : int
+        Those of them that verify, with all of their tensors.
+    faults : tuple of Fault
+    orphans : tuple of str
+        Files that no commit names, left by a writer that died; the next writer removes them.
+    """
+
+    path: str
+    entries: int
+    sound: int
+    faults: tuple[Fault, ...]
+    orphans: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything verifies."""
+        return not self.faults

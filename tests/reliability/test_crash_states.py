@@ -1,6 +1,7 @@
-"""Every crash state of every operation opens, in the last acknowledged state or the one in flight.
+"""Every crash state of every operation opens: the last acknowledged state or the one in flight.
 
-`python -m tests.reliability.torture --only crashes` tries many more combinations.
+One state in so many is opened here; tests.reliability.torture opens all of them, and those of
+failed syncs, which take longer.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from .crashes import Scratch, check_kills, check_power
 from .histories import HISTORIES
 
 #: One in so many states is opened here, fewer where there are many.
-SAMPLES = {"plain": 3, "spills": 60, "evictions": 60, "failed-syncs": 60}
+SAMPLES = {"plain": 5, "spills": 90, "evictions": 90}
 
 
 @pytest.fixture
@@ -23,7 +24,7 @@ def scratch() -> Iterator[Scratch]:
     scratch.remove()
 
 
-@pytest.mark.parametrize("name", HISTORIES)
+@pytest.mark.parametrize("name", [name for name in HISTORIES if name != "failed-syncs"])
 def test_power_cut(name: str, scratch: Scratch) -> None:
     assert check_power(name, scratch, limit=8, sample=SAMPLES.get(name, 8)).states > 10
 

@@ -1,0 +1,127 @@
+"""Checking every byte of a store, and keeping what verifies of one that is damaged."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from hybridmem import opening
+from hybridmem._examine import Examined, examine
+from hybridmem._fileio import Directory
+from hybridmem.config import Config
+from hybridmem.errors import StoreIOError, StoreNotFoundError
+from hybridmem.results import Fault, Report
+from hybridmem.store import Store
+
+__all__ = ["Fault", "Report", "salvage", "verify"]
+
+StrPath = str | os.PathLike[str]
+Progress = Callable[[int, int], None]
+
+
+def verify(store_dir: StrPath, progress: Progress | None = None) -> Report:
+    """Check everything in a store, reading all of it; nothing is changed.
+
+    Parameters
+    ----------
+    store_dir : path
+    progress : callable, optional
+        Called with the number of entries that were checked and that there are.
+
+    Raises
+    ------
+    StoreNotFoundError, VersionError
+    CorruptStoreError
+        If index.json is damaged so far that nothing in it can be used.
+    """
+    directory = _opened(store_dir)
+    try:
+        examined = examine(directory, progress=progress)
+        examined.pool.close()
+        return _report(directory, examined)
+    finally:
+        directory.close()
+
+
+def salvage(
+    src: StrPath,
+    dst: StrPath,
+    *,
+    config: Config | None = None,
+    progress: Progress | None = None,
+) -> Report:
+    """Write what verifies of a damaged store into a new one; the damaged one is not changed.
+
+    Ids, timestamps and access counts are kept. Where index.json is damaged, entries that were
+    evicted or deleted may come back, as far as their tensors are there.
+
+    Parameters
+    ----------
+    src, dst : path
+    config : Config, optional
+        The configuration that the store was made with, for where index.json cannot be read at all.
+    progress : callable, optional
+        As for `verify`.
+
+    Returns
+    -------
+    Report
+        On the damaged store; `sound` is the number of entries of the new one.
+
+    Raises
+    ------
+    StoreNotFoundError, StoreExistsError, VersionError
+    CorruptStoreError
+        If index.json cannot be read at all and no `config` was given.
+    """
+    directory = _opened(src)
+    try:
+        examined = examine(directory, config=config, progress=progress)
+        try:
+            with opening.create(dst, config=examined.manifest.config) as store:
+                _adopt(store, examined)
+        finally:
+            examined.pool.close()
+        return _report(directory, examined)
+    finally:
+        directory.close()
+
+
+def _opened(store_dir: StrPath) -> Directory:
+    path = Path(os.path.abspath(os.fspath(store_dir)))
+    try:
+        return Directory(path)
+    except (FileNotFoundError, NotADirectoryError):
+        raise StoreNotFoundError(f"no store in {path}: there is no such directory") from None
+    except OSError as error:
+        raise StoreIOError(f"failed opening {path}: {error}") from error
+
+
+def _report(directory: Directory, examined: Examined) -> Report:
+    return Report(
+        path=str(directory.path),
+        entries=examined.n_live,
+        sound=int(np.count_nonzero(examined.sound)),
+        faults=tuple(examined.faults),
+        orphans=tuple(examined.orphans),
+    )
+
+
+def _adopt(store: Store, examined: Examined) -> None:
+    """Put sound entries into an empty store as they are: ids, times, counts, stored bytes."""
+    writer, table, manifest = store._writer, store._table, examined.manifest
+    assert writer is not None
+    writer.calibration = manifest.calibration
+    for record in examined.records[examined.sound]:
+        fields = {name: record[name].item() for name in record.dtype.names[:-1]}
+        tensors = examined.pool.load(fields["shard_idx"], fields["entry_id"])
+        if not writer.room_for(tensors, store.config):
+            writer.spill(store.config)
+        writer.add(fields["entry_id"], tensors)
+        signature = np.frombuffer(record["signature"].tobytes(), np.uint8)
+        store._limits.added(table, table.append(signature, **fields))
+    if manifest.next_entry_id < 1 << 64:
+        writer.next_entry_id = manifest.next_entry_id
