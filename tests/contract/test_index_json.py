@@ -14,7 +14,7 @@ from reader import ForeignReader, find_key
 
 import hybridmem
 
-from .helpers import contents, copy_committed, fill, photograph
+from .helpers import contents, copy_committed, fill, photograph, shards
 
 
 def index_of(store: Any) -> dict[str, Any]:
@@ -143,6 +143,27 @@ def test_a_store_copied_without_lock_and_temporary_files_is_whole(
         assert contents(again) == contents(store)
         if mode == "r+":
             assert fill(again, rng, 1) == [24]
+
+
+def test_a_writer_removes_what_no_commit_names_and_a_reader_does_not(
+    new_store: Callable[..., Any], tmp_path: Path, rng: np.random.Generator
+) -> None:
+    """As a writer that died leaves it: full shards without a commit, and a temporary file."""
+    store = new_store(shard_max_bytes=4096)
+    fill(store, rng, 2)
+    store.flush()
+    fill(store, rng, 40)
+    copy = Path(shutil.copytree(store.path, tmp_path / "copy"))
+    (copy / ".hybridmem-0123456789abcdef.tmp").write_bytes(b"half a file")
+    before = photograph(copy)
+    assert len(shards(copy)) > 3
+    with hybridmem.open(copy, mode="r") as reader:
+        assert list(reader) == [1, 2]
+    assert photograph(copy) == before
+    with hybridmem.open(copy) as writer:
+        assert len(shards(copy)) == 1
+        assert not list(copy.glob("*.tmp"))
+        assert contents(writer) == {i: contents(store)[i] for i in (1, 2)}
 
 
 def test_a_moved_store_opens(
