@@ -13,6 +13,10 @@ torch: Any = pytest.importorskip("torch", reason=HOW)
 pytest.importorskip("rwkv_x", reason=HOW)
 torch.set_num_threads(1)  # the matrices are small: more threads only wait for each other
 
+#: What needs torch to be imported comes from here, after it was looked for.
+hooks: Any = importlib.import_module("hybridmem.integrations.rwkv_x._hooks")
+checkpoints: Any = importlib.import_module("hybridmem.integrations.rwkv_x.checkpoint")
+
 MARKS = [pytest.mark.torch, pytest.mark.rwkv]
 VOCAB = 97
 EVERYTHING = 1_000_000

@@ -73,6 +73,14 @@ def test_save_flushes_the_store_first(held: Any, tmp_path: Path) -> None:
             assert all(number in reader for number in layer["hybridmem"]["entries"].tolist())
 
 
+def test_snapshot_holds_only_what_the_state_is_made_of(held: Any, tmp_path: Path) -> None:
+    _, memory, state = held
+    base = torch.zeros(1_000_000)
+    state["attn"][0]["ffn_x_prev"] = base[:128].copy_(state["attn"][0]["ffn_x_prev"])
+    memory.save(state, tmp_path / "c.pt")
+    assert (tmp_path / "c.pt").stat().st_size < 1_000_000
+
+
 class _Failing(_fileio.Syscalls):
     """Fails every call of one name on snapshots."""
 

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from hybridmem.integrations import rwkv_x
-from hybridmem.integrations.rwkv_x.checkpoint import random_checkpoint
 
-from .helpers import EVERYTHING, MARKS, TOLERANCE, largest, load, run
+from .helpers import EVERYTHING, MARKS, TOLERANCE, checkpoints, largest, load, run
 
 pytestmark = MARKS
 
@@ -28,7 +27,7 @@ PROMPTS = [
 def worded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small random checkpoint with the vocabulary of the tokenizer."""
     path = tmp_path_factory.mktemp("rwkv") / "worded.pth"
-    random_checkpoint(path, vocab=65_536)
+    checkpoints.random_checkpoint(path, vocab=65_536)
     return path
 
 

@@ -11,9 +11,8 @@ import pytest
 
 import hybridmem
 from hybridmem.integrations import rwkv_x
-from hybridmem.integrations.rwkv_x import _hooks
 
-from .helpers import EVERYTHING, MARKS, TOLERANCE, largest, load, reference, run, text, torch
+from .helpers import EVERYTHING, MARKS, TOLERANCE, hooks, largest, load, reference, run, text, torch
 
 pytestmark = MARKS
 
@@ -50,7 +49,7 @@ def test_no_row_is_attended_to_twice(
     """The last token sees each row of the text once, whatever the search gives again."""
     tokens = text(121)
     seen: list[np.ndarray] = []
-    original = _hooks.attend
+    original = hooks.attend
 
     def noting(queries: Any, groups: Any) -> Any:
         seen.append(np.concatenate([g.keys.transpose(0, 1).flatten(1).numpy() for g in groups]))
@@ -59,7 +58,7 @@ def test_no_row_is_attended_to_twice(
     model = load(checkpoint, 8)
     with rwkv_x.attach(model, tmp_path / "mem", top_k=EVERYTHING, chunk_tokens=8, recall="all"):
         _, state = run(model, tokens[:120], [60, 30] + [1] * 30)
-        monkeypatch.setattr(_hooks, "attend", noting)
+        monkeypatch.setattr(hooks, "attend", noting)
         run(model, tokens[120:], [1], state)
     assert len(seen) == 2
     for layer, rows in enumerate(seen):
@@ -78,7 +77,7 @@ def test_importance_is_the_mean_memory_loss(
 
     def noting(state: Any, k: Any, v: Any) -> Any:
         plain = original(state, k, v)
-        corrected = _hooks.corrected_loss(block, state, k, v)
+        corrected = hooks.corrected_loss(block, state, k, v)
         losses.append((plain, corrected if importance == "corrected" else plain))
         return plain
 
@@ -127,6 +126,18 @@ def test_entries_are_consecutive_dropped_tokens(checkpoint: Path, tmp_path: Path
             np.testing.assert_allclose(memory.store.get(entry_id).keys, expected, atol=1e-5)
 
 
+def test_rows_leave_in_the_order_of_the_text(checkpoint: Path, tmp_path: Path) -> None:
+    """What an older prefill kept goes before the tokens that were decoded after it."""
+    tokens = text(60)
+    model = load(checkpoint, 10)
+    with rwkv_x.attach(model, tmp_path / "mem", chunk_tokens=20, top_k=EVERYTHING) as memory:
+        _, state = run(model, tokens, [20] + [1] * 5 + [35])
+        first = memory.store.get(int(state["attn"][0]["hybridmem"]["entries"][0]))
+    np.testing.assert_allclose(
+        sort_rows(first.keys), rows_of(checkpoint, tokens[:20], 0), atol=1e-4
+    )
+
+
 def _order_of_keep(path: Path, tokens: list[int]) -> Any:
     model = load(path, EVERYTHING)
     kept: list[Any] = []
@@ -172,7 +183,7 @@ def test_rows_of_a_branch_are_not_attended_to_again(
     """With recall="all" a branch finds entries that hold rows which it holds itself."""
     root, left, right = text(45), text(20, seed=3), text(31, seed=4)
     seen: list[np.ndarray] = []
-    original = _hooks.attend
+    original = hooks.attend
 
     def noting(queries: Any, groups: Any) -> Any:
         seen.append(np.concatenate([g.keys.transpose(0, 1).flatten(1).numpy() for g in groups]))
@@ -184,7 +195,7 @@ def test_rows_of_a_branch_are_not_attended_to_again(
         _, state = run(model, root, [30] + [1] * 15)
         branch = copy.deepcopy(state)
         run(model, left, [1] * 20, state)
-        monkeypatch.setattr(_hooks, "attend", noting)
+        monkeypatch.setattr(hooks, "attend", noting)
         run(model, right, [1] * 31, branch)
         assert len(memory.store) > 10
     for number, rows in enumerate(seen):

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hybridmem.integrations.rwkv_x._hooks import corrected_loss
-
-from .helpers import EVERYTHING, MARKS, largest, load, reference, run, text, torch
+from .helpers import EVERYTHING, MARKS, hooks, largest, load, reference, run, text, torch
 
 pytestmark = MARKS
 
@@ -50,7 +48,7 @@ def test_loss_of_an_exactly_stored_token(checkpoint: Path) -> None:
     state = [None, torch.einsum("hv,hk->hvk", value, key), None]
     upstream = block.calculate_layer_memory_loss(state, key, value)
     assert float(upstream) > 0.3  # contracts the wrong axis
-    assert float(corrected_loss(block, state, key, value)) < 1e-6
+    assert float(hooks.corrected_loss(block, state, key, value)) < 1e-6
 
 
 def test_small_checkpoint_needs_memory(checkpoint: Path) -> None:
