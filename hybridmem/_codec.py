@@ -141,9 +141,11 @@ class Codec:
         parts = {tensor.suffix: tensor for tensor in tensors}
         return _decoded(parts, "k"), _decoded(parts, "v")
 
-    @staticmethod
-    def decode_keys(tensors: Sequence[Tensor]) -> Floats:
-        """Return the keys alone, as `decode` does, of tensors that fit each other."""
+    def decode_keys(self, tensors: Sequence[Tensor], n_tokens: int, embed_dim: int) -> Floats:
+        """Return the keys alone, as `decode` does; only their tensors are given."""
+        fault = self.mismatch(tensors, n_tokens, embed_dim, "k")
+        if fault is not None:
+            raise ValueError(fault)
         return _decoded({tensor.suffix: tensor for tensor in tensors}, "k")
 
     @staticmethod
@@ -172,14 +174,19 @@ class Codec:
                 forms += [q, scale, zero, width, parts[f"{letter}_scale"].dtype == "F32"]
             _kernels.attend_int8(*forms, *state.shape, *state.running)
 
-    def mismatch(self, tensors: Sequence[Tensor], n_tokens: int, embed_dim: int) -> str | None:
-        """Return what is wrong with the names, types or shapes of an entry's tensors, or None."""
+    def mismatch(
+        self, tensors: Sequence[Tensor], n_tokens: int, embed_dim: int, letters: str = "kv"
+    ) -> str | None:
+        """Return what is wrong with the names, types or shapes of an entry's tensors, or None.
+
+        The kernels rely on it: a scale of another shape would be read beyond its end.
+        """
         parts = {tensor.suffix: tensor for tensor in tensors}
         endings = ("", "_scale", "_zero") if self.dtype == "I8" else ("",)
-        wanted = {letter + ending for letter in "kv" for ending in endings}
+        wanted = {letter + ending for letter in letters for ending in endings}
         if len(parts) != len(tensors) or parts.keys() != wanted:
             return f"it has tensors {sorted(t.suffix for t in tensors)}, want {sorted(wanted)}"
-        for letter in "kv":
+        for letter in letters:
             x = parts[letter]
             if (x.dtype, x.shape) != (self.dtype, (n_tokens, embed_dim)):
                 want = f"{self.dtype} {[n_tokens, embed_dim]}"

@@ -284,11 +284,12 @@ class Reader:
 
     def _keys(self, row: int) -> Floats:
         """Return the stored keys of an entry without a look at its values."""
-        keys = self._codec.decode_keys(self._tensors(row, KEY_SUFFIXES))
-        shape = int(self._table.columns["n_tokens"][row]), self.config.embed_dim
-        if keys.shape != shape:
-            raise self._misfit(row, f"its keys are {list(keys.shape)}, want {list(shape)}")
-        return keys
+        tensors = self._tensors(row, KEY_SUFFIXES)
+        n_tokens = int(self._table.columns["n_tokens"][row])
+        try:
+            return self._codec.decode_keys(tensors, n_tokens, self.config.embed_dim)
+        except ValueError as error:
+            raise self._misfit(row, str(error)) from None
 
     def get(self, entry_id: int) -> Entry:
         """Return an entry. This is no access.

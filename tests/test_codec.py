@@ -389,18 +389,28 @@ def test_group_width_is_the_rule_of_the_format() -> None:
 @pytest.mark.parametrize("n", [3, 20])
 def test_tensors_of_an_entry_are_recognised(codec: Codec, n: int) -> None:
     tensors = codec.encode(*model_like(n, 130))
+    keys = [tensor for tensor in tensors if tensor.suffix[0] == "k"]
+    np.testing.assert_array_equal(codec.decode_keys(keys, n, 130), codec.decode(tensors, n, 130)[0])
     assert codec.mismatch(tensors, n, 130) is None
     assert codec.mismatch(tensors[::-1], n, 130) is None
     for claim in ((n + 1, 130), (n, 129), (130, n)):
         assert codec.mismatch(tensors, *claim) is not None
         with pytest.raises(ValueError, match="its tensor k is"):
             codec.decode(tensors, *claim)
+        with pytest.raises(ValueError, match="its tensor k is"):
+            codec.decode_keys(keys, *claim)
     assert "it has tensors" in str(codec.mismatch(tensors[:-1], n, 130))
     assert "it has tensors" in str(codec.mismatch([*tensors, tensors[0]], n, 130))
     others = {"F32", "F16", "BF16", "I8"} - {tensors[0].dtype}
     for dtype in sorted(others):
         wrong = [tensors[0]._replace(dtype=dtype), *tensors[1:]]
         assert "its tensor k is" in str(codec.mismatch(wrong, n, 130))
+
+
+def test_keys_without_their_scale_are_refused() -> None:
+    tensors = INT8.encode(*model_like(20, 130))[:2]
+    with pytest.raises(ValueError, match="it has tensors"):
+        INT8.decode_keys(tensors, 20, 130)
 
 
 def claimed(n: int, d: int, scale: tuple[str, tuple[int, int]], zero: Any = None) -> str | None:
