@@ -45,7 +45,7 @@ class Faults(Hooked):
             raise ValueError(f"kind must be one of {KINDS}, got {kind!r}")
         self.names: list[str] = []
         self.fired = False
-        self._at = at
+        self.at = at
         self._kind = kind
         self._forever = forever or kind == "full"
         self._was_cut = False
@@ -53,7 +53,7 @@ class Faults(Hooked):
     def intercept(self, name: str, *args: Any, **kwargs: Any) -> Any:
         number = len(self.names)
         self.names.append(name)
-        due = self._at >= 0 and (number >= self._at if self._forever else number == self._at)
+        due = self.at >= 0 and (number >= self.at if self._forever else number == self.at)
         if not due:
             return super().intercept(name, *args, **kwargs)
         if self._kind == "short":

@@ -1,0 +1,144 @@
+"""Operations whose k-th system call is made to fail, and what must hold afterwards."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import hybridmem
+from hybridmem.testing import KINDS, Faults, installed
+
+from .book import Book, State, read
+from .crashes import Scratch
+from .histories import CONFIG
+
+
+@dataclasses.dataclass
+class Case:
+    """A store that is open, what it holds, and one operation on it."""
+
+    store: Any
+    book: Book
+    act: Callable[[], object]
+    after: Callable[[], State]
+
+
+def _base(root: Path) -> tuple[Any, Book]:
+    book = Book()
+    store = hybridmem.create(root / "mem", shard_max_bytes=800, **CONFIG)
+    for i in range(4):
+        book.put(store, importance=1 + i)
+    store.flush()
+    book.commit()
+    return store, book
+
+
+def _flush(root: Path) -> Case:
+    store, book = _base(root)
+    book.put(store)
+    store.delete(2)
+    book.drop([2])
+    book.query(store, 1)
+    return Case(store, book, store.flush, book.state)
+
+
+def _spill(root: Path) -> Case:
+    store, book = _base(root)
+    book.put(store)
+    book.put(store)
+    return Case(store, book, lambda: book.put(store), book.state)
+
+
+def _evict(root: Path) -> Case:
+    store, book = _base(root)
+    gone = book.lowest(2)
+
+    def after() -> State:
+        kept = Book()
+        kept.live = {i: item for i, item in book.live.items() if i not in gone}
+        kept.counts = {i: n for i, n in book.counts.items() if i not in gone}
+        return kept.state()
+
+    return Case(store, book, lambda: store.evict(2), after)
+
+
+def _compact(root: Path) -> Case:
+    store, book = _base(root)
+    store.delete(2)
+    book.drop([2])
+    return Case(store, book, store.compact, book.state)
+
+
+OPERATIONS: dict[str, Callable[[Path], Case]] = {
+    "flush": _flush,
+    "spill": _spill,
+    "evict": _evict,
+    "compact": _compact,
+}
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def sweep(name: str, kind: str, forever: bool, scratch: Scratch, step: int = 1) -> int:
+    """Fail every `step`-th call of an operation in turn; return how many were made to fail."""
+    at, count = 0, 0
+    while True:
+        root = scratch.new()
+        before = descriptors()
+        try:
+            if not _one(OPERATIONS[name](root), Faults(at, kind, forever=forever)):
+                return count
+        except AssertionError as error:
+            raise AssertionError(f"{name}, call {at}, {kind}, {forever=}: {error}") from error
+        finally:
+            shutil.rmtree(root)
+        assert descriptors() == before, f"{name}, call {at}, {kind}: descriptors are not given back"
+        at += step
+        count += 1
+
+
+def _one(case: Case, faults: Faults) -> bool:
+    store, book = case.store, case.book
+    old, committed = book.state(), book.before()
+    failed = False
+    with installed(faults):
+        try:
+            case.act()
+        except hybridmem.HybridMemError:
+            failed = True
+    new = case.after()
+    states = [committed, old, new]
+    found = read(store)
+    assert old.fits(found) or new.fits(found), f"memory holds {sorted(found)}"
+    assert failed or new.fits(found)
+    try:
+        store.flush()
+        usable = True
+    except hybridmem.StoreIOError:
+        usable = False
+        assert failed, "an operation that succeeded left a store that is not usable"
+    store.close()
+    with hybridmem.open(store.path, mode="r") as reader:
+        durable = read(reader)
+    if usable:
+        assert {i: item for i, (item, _) in durable.items()} == {
+            i: item for i, (item, _) in found.items()
+        }, "what was in memory was not flushed"
+    assert any(state.fits(durable) for state in states), f"the disk holds {sorted(durable)}"
+    with hybridmem.open(store.path) as writer:
+        assert read(writer).keys() == durable.keys()
+        writer.put([[1.0] * 4], [[1.0] * 4], 0)
+    return faults.fired or len(faults.names) > faults.at
+
+
+def kinds() -> Iterator[tuple[str, bool]]:
+    for kind in KINDS:
+        yield kind, True
+        if kind != "full":
+            yield kind, False
