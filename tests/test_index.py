@@ -31,6 +31,7 @@ SPECS = [
 def small_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of 64 entries, or of 64, 64, 128, 256 ...: a few hundred entries fill several."""
     monkeypatch.setattr(_index, "FIRST_BLOCK_BYTES", 1)
+    monkeypatch.setattr(_index, "HUGE_PAGE", 1)
     monkeypatch.setattr(_index, "BLOCK_BYTES", 1 if request.param == "equal" else 1 << 24)
 
 
@@ -175,13 +176,15 @@ def test_removing_compacts_and_old_views_hold() -> None:
 @pytest.mark.parametrize("bad", [0, 1, 5, 10**6, -1, 2**64, 2**70])
 def test_removing_what_is_not_there(bad: int) -> None:
     index = LayerIndex(SignatureSpec(64))
-    index.extend([2, 4, 9], [1, 1, 1], np.zeros((3, 8), np.uint8))
+    index.extend(np.arange(2, 22, 2), np.ones(10, int), np.zeros((10, 8), np.uint8))
     with pytest.raises(KeyError):
         index.remove(bad)
-    index.remove(9)
-    with pytest.raises(KeyError):
-        index.remove(9)
-    assert len(index) == 2
+    for gone in (20, 4):
+        index.remove(gone)
+        with pytest.raises(KeyError):
+            index.remove(gone)
+    assert len(index) == 8
+    assert len(index.view()) == 10  # too few are dead for compaction
 
 
 @pytest.mark.parametrize("spec", [SignatureSpec(256), SignatureSpec(512, 1, 64)], ids=str)
