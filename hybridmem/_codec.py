@@ -142,11 +142,12 @@ class Codec:
         return _decoded(parts, "k"), _decoded(parts, "v")
 
     def decode_keys(self, tensors: Sequence[Tensor], n_tokens: int, embed_dim: int) -> Floats:
-        """Return the keys alone, as `decode` does; only their tensors are given."""
-        fault = self.mismatch(tensors, n_tokens, embed_dim, "k")
+        """Return the keys alone, as `decode` does; no other tensors are looked at."""
+        keys = [tensor for tensor in tensors if tensor.suffix.startswith("k")]
+        fault = self.mismatch(keys, n_tokens, embed_dim, "k")
         if fault is not None:
             raise ValueError(fault)
-        return _decoded({tensor.suffix: tensor for tensor in tensors}, "k")
+        return _decoded({tensor.suffix: tensor for tensor in keys}, "k")
 
     @staticmethod
     def attend(tensors: Sequence[Tensor], state: Attention) -> None:
