@@ -390,8 +390,8 @@ def test_group_width_is_the_rule_of_the_format() -> None:
 def test_tensors_of_an_entry_are_recognised(codec: Codec, n: int) -> None:
     tensors = codec.encode(*model_like(n, 130))
     keys = [tensor for tensor in tensors if tensor.suffix[0] == "k"]
-    for given in (keys, tensors):
-        alone = codec.decode_keys(given, n, 130)
+    for some in (keys, tensors):
+        alone = codec.decode_keys(some, n, 130)
         np.testing.assert_array_equal(alone, codec.decode(tensors, n, 130)[0])
     assert codec.mismatch(tensors, n, 130) is None
     assert codec.mismatch(tensors[::-1], n, 130) is None
