@@ -36,8 +36,8 @@ FORMAT_VERSION = 1
 HEAD_BYTES = 40
 #: Records covered by one checksum of entries.bin.
 BLOCK_RECORDS = 1024
-#: Largest header that safetensors readers accept.
-MAX_HEADER_BYTES = 100_000_000
+#: Largest header of a shard: more than 2,048 entries need, and cheap to parse if hostile.
+MAX_HEADER_BYTES = 1 << 22
 
 #: Upper bounds of what a shard's header takes: for each tensor, and besides.
 HEADER_TENSOR_BYTES, HEADER_FIXED_BYTES = 128, 192

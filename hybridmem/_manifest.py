@@ -34,6 +34,8 @@ INDEX_NAME = "index.json"
 _U32, _U64 = 1 << 32, 1 << 64
 #: 1e9 entries need about 11 MB of checksums; dead ranges are compacted away long before this.
 _MAX_INDEX_BYTES = 1 << 25
+#: What it may have in any store; more must be in proportion to the other files.
+_FREE_INDEX_BYTES = 1 << 21
 
 _STORE_ID = re.compile(r"[0-9a-f]{32}", re.ASCII)
 
@@ -153,7 +155,8 @@ class Manifest:
             "calibration",
         }  # fmt: skip
         if fields.keys() != expected:
-            raise ValueError(f"its members are {sorted(fields)}, wanted {sorted(expected)}")
+            names = str(sorted(fields))[:400]
+            raise ValueError(f"its members are {names}, wanted {sorted(expected)}")
         if fields["format"] != "hybridmem":
             raise ValueError(f"its format is {str(fields['format'])[:40]!r}, wanted 'hybridmem'")
         _integer("format_version", fields["format_version"], FORMAT_VERSION, FORMAT_VERSION)
@@ -193,14 +196,14 @@ def read_manifest(directory: Directory) -> Manifest:
     """
     path = directory.path / INDEX_NAME
     try:
-        data = directory.read_file(INDEX_NAME, _MAX_INDEX_BYTES)
+        data = directory.read_file(INDEX_NAME, _index_limit(directory))
     except FileNotFoundError:
         raise StoreNotFoundError(
             f"no store in {directory.path}: it has no index.json; make one with hybridmem.create"
         ) from None
     try:
         return Manifest.decode(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         version = newer_version(data)
         if version is not None:
             raise VersionError(
@@ -213,10 +216,15 @@ def read_manifest(directory: Directory) -> Manifest:
 def unchecked_manifest(directory: Directory) -> Manifest | None:
     """Return what a damaged index.json says if it holds every rule but that of its checksum."""
     try:
-        fields = decode_json(directory.read_file(INDEX_NAME, _MAX_INDEX_BYTES), checked=False)
-        return Manifest._of_fields(fields)
-    except (CorruptStoreError, ValueError):
+        data = directory.read_file(INDEX_NAME, _index_limit(directory))
+        return Manifest._of_fields(decode_json(data, checked=False))
+    except (CorruptStoreError, ValueError, RecursionError):
         return None
+
+
+def _index_limit(directory: Directory) -> int:
+    """Return how large index.json may be: parsed, JSON takes up to twenty times its size."""
+    return min(_MAX_INDEX_BYTES, _FREE_INDEX_BYTES + directory.total_bytes() // 16)
 
 
 def _integer(name: str, value: object, low: int, high: int) -> int:
