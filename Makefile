@@ -61,12 +61,12 @@ bench: $(VENV)/.installed-bench
 lint: $(VENV)/.installed-lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/cython-lint hybridmem/_kernels.pyx
+	PATH="$(abspath $(BIN)):$$PATH" cython-lint hybridmem/_kernels.pyx
 
 types: $(VENV)/.installed-lint
 	$(BIN)/mypy
-	$(BIN)/pyright
-	$(BIN)/python -m mypy.stubtest --concise hybridmem._kernels
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/python -m mypy.stubtest --concise --mypy-config-file pyproject.toml hybridmem._kernels
 
 docs: $(VENV)/.installed-docs
 	$(BIN)/sphinx-build -W --keep-going -n -b html docs docs/_build/html

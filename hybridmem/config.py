@@ -125,7 +125,7 @@ class Config:
         return SignatureSpec(self.hdc_dim, self.signature_tokens, self.signature_bits)
 
 
-def _integer(name: str, value: object, low: int, high: int) -> int:
+def _integer(name: str, value: Any, low: int, high: int) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{name} must be an integer, got {_described(value)}")
     try:
