@@ -83,7 +83,8 @@ cdef extern from "_simd/codec.h" nogil:
         float (*quantize_rows)(
             const float *, size_t, size_t, size_t, int, int8_t *, float *, float *) noexcept nogil
         void (*dequantize_channels)(
-            const int8_t *, size_t, size_t, int, const float *, const float *, float *) noexcept nogil
+            const int8_t *, size_t, size_t, int, const float *, const float *, float *
+        ) noexcept nogil
         void (*dequantize_rows)(
             const int8_t *, size_t, size_t, size_t, int, const float *, size_t, const float *,
             size_t, float *) noexcept nogil
@@ -520,9 +521,10 @@ cdef int _attention_set(hm_attention *a, const float[:, ::1] q, Py_ssize_t heads
 def attend(const float[:, ::1] q not None, const float[:, ::1] k not None,
            const float[:, ::1] v not None, Py_ssize_t heads, Py_ssize_t kv_heads, float scale,
            float[:, ::1] acc not None, float[:, ::1] top not None, float[:, ::1] total not None):
-    """Go on with the attention of q [m, heads * head_dim] over rows of k and v [n, kv_heads * head_dim].
+    """Go on with the attention of q over rows of k and v.
 
-    acc has the shape of q and begins as zeros, top and total are [m, heads] and begin as -inf and 0.
+    q is [m, heads * head_dim], k and v are [n, kv_heads * head_dim]. acc has the shape of q and
+    begins as zeros, top and total are [m, heads] and begin as -inf and 0.
     """
     cdef hm_attention a
     cdef int ready
