@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from . import smollm2
 from .documents import TOKENS, WINDOW, Bank, Document, build, captured, load_bank
 from .facts import Fact
-from .rankings import NEEDLES_ONLY, WITH_SINK, Keys, Query, Ranking, grouped
+from .rankings import NEEDLES_ONLY, WITHOUT_SINK, Keys, Query, Ranking, grouped
 
 CALIBRATION = 2048  # tokens of each text that a layer's mean key is learned from
 
@@ -27,7 +27,7 @@ class Options:
     query_tokens: int = 8
     retrieved: int = 640  # tokens
     chunk: int = 64  # tokens of an entry
-    sink: int = 4  # WITH_SINK: first tokens of the text that the bounded cache keeps as well
+    sink: int = 4  # first tokens of the text, which much attention rests on: the cache keeps them
     seed: int = 0
     rankings: list[Ranking] = field(default_factory=list)
 
@@ -46,7 +46,7 @@ def prompt_ids(fact: Fact, tokenizer: Any) -> tuple[list[int], list[int]]:
     return tokenizer(prompt)["input_ids"], tokenizer(fact.answer)["input_ids"]
 
 
-def held(retrieved: NDArray[np.int64], sink: int = 0) -> NDArray[np.int64]:
+def held(retrieved: NDArray[np.int64], sink: int) -> NDArray[np.int64]:
     """Retrieved tokens and those that the bounded cache holds, each once."""
     recent = np.arange(TOKENS - WINDOW, TOKENS)
     return np.concatenate([np.arange(sink), retrieved[retrieved >= sink], recent])
@@ -156,7 +156,7 @@ class Evaluation:
     ) -> NDArray[np.float32]:
         """What the last query tokens attend to in a document: all of it, or cache and retrieved."""
         bank, positions = self.banks[at], TOKENS + np.arange(len(queries))
-        rows = slice(None) if retrieved is None else held(retrieved)
+        rows = slice(None) if retrieved is None else held(retrieved, self.options.sink)
         turned = smollm2.rotate(queries, positions)[-self.options.query_tokens :]
         return smollm2.attend(turned, bank.rotated[layer][rows], bank.values[layer][rows])
 
@@ -174,7 +174,7 @@ class Evaluation:
             asked[layer] = queries[: len(prompt)].copy()
             return bank.rotated[layer], bank.values[layer]
 
-        def cache_and(which: int | None, sink: int = 0) -> smollm2.Memory:
+        def cache_and(which: int | None, sink: int = self.options.sink) -> smollm2.Memory:
             def memory(layer: int, queries: NDArray[np.float32]) -> tuple[Any, Any]:
                 tokens = np.zeros(0, np.int64)
                 if which is not None:
@@ -187,19 +187,16 @@ class Evaluation:
 
             return memory
 
-        sink = self.options.sink
         memories = {
             "full attention": everything,
             "cache only": cache_and(None),
-            f"cache only; it keeps the first {sink}": cache_and(None, sink),
+            "cache only; without the first tokens": cache_and(None, 0),
         }
         for which, ranking in enumerate(self.options.rankings):
             if ranking.name not in NEEDLES_ONLY:
                 memories[ranking.name] = cache_and(which)
-            if ranking.name in WITH_SINK:
-                memories[f"{ranking.name}; the cache keeps the first {sink}"] = cache_and(
-                    which, sink
-                )
+            if ranking.name in WITHOUT_SINK:
+                memories[f"{ranking.name}; without the first tokens"] = cache_and(which, 0)
         logits = smollm2.continue_with(
             self.model, prompt + answer, TOKENS, list(memories.values())
         )[:, len(prompt) - 1 : -1]
