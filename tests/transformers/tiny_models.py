@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
-
-# The other files import everything of torch and transformers from here, after this has skipped
-# them.
-_HOW = "needs PyTorch and transformers: pip install hybridmem[transformers]"
-torch = pytest.importorskip("torch", reason=_HOW)
-# A submodule, because this very directory could pass for a package of that name.
-pytest.importorskip("transformers.cache_utils", reason=_HOW)
-transformers: Any = sys.modules["transformers"]
+import torch
+import transformers
 
 VOCABULARY = 97
 #: Architectures that differ in where keys come from and how they are rotated.
