@@ -274,6 +274,44 @@ def test_bench_measures_in_a_store_that_it_takes_away(tmp_path: Path) -> None:
     assert [line.split("  ")[0] for line in lines][:3] == ["entry", "put", "all puts and flush"]
 
 
+def flip(path: Path, offset: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 0x10
+    path.write_bytes(bytes(data))
+
+
+def test_verify_of_a_sound_store(store: Path) -> None:
+    before = contents(store)
+    told = document("verify", store)
+    assert told["ok"] is True
+    assert told["entries"] == told["sound"] == ENTRIES - 2
+    assert run("verify", store).stdout == "28 of 28 entries verify; 0 faults\n"
+    assert contents(store) == before
+
+
+def test_verify_names_faults_and_salvage_keeps_the_rest(store: Path, tmp_path: Path) -> None:
+    shard = store / "shard_0000.safetensors"
+    flip(shard, shard.stat().st_size - 5)
+    told = document("verify", store, code=3)
+    assert told["ok"] is False
+    assert told["sound"] == told["entries"] - 1
+    (fault,) = told["faults"]
+    assert fault["file"] == shard.name
+    assert fault["entry_id"] is not None
+    text = run("verify", store, code=3).stdout
+    assert f"entry {fault['entry_id']}" in text
+    assert "1 fault" in text
+
+    saved = document("salvage", store, tmp_path / "new")
+    assert saved["saved"] == ENTRIES - 3
+    assert document("verify", tmp_path / "new")["ok"] is True
+    listed = {entry["entry_id"] for entry in document("ls", tmp_path / "new")["entries"]}
+    assert fault["entry_id"] not in listed
+    assert len(listed) == ENTRIES - 3
+    assert "holds a store" in run("salvage", store, tmp_path / "new", code=1).stderr
+    run("verify", tmp_path / "nowhere", code=4)
+
+
 def test_compact_gives_back_what_the_dry_run_said(store: Path) -> None:
     said = document("compact", store, "--dry-run")
     size_before = document("info", store)["disk_bytes"]

@@ -184,7 +184,7 @@ def public_things() -> Iterator[Any]:
                     yield pytest.param(member, id=f"{name}.{attribute}")
 
 
-@pytest.mark.parametrize("thing", public_things())
+@pytest.mark.parametrize("thing", list(public_things()))
 def test_everything_public_has_a_docstring(thing: Any) -> None:
     assert inspect.getdoc(thing)
 
