@@ -2,11 +2,31 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+import hybridmem
 from hybridmem import _kernels
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session", autouse=True)
+def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Leave the source tree where the package under test is an installed one.
+
+    A process that a test starts would else find the source first, which is not compiled there.
+    """
+    if Path(hybridmem.__file__).is_relative_to(ROOT / "hybridmem"):
+        yield
+        return
+    before = Path.cwd()
+    os.chdir(tmp_path_factory.mktemp("elsewhere"))
+    yield
+    os.chdir(before)
 
 
 @pytest.fixture(params=_kernels.simd_levels())
