@@ -196,3 +196,18 @@ def test_the_store_is_calibrated_with_all_that_was_seen(tiny_model: Any, new_cac
     with retrieval(model):
         run(model, ids, [40], plain, mask)
     assert plain.store.calibration == {}
+
+
+def test_first_prompt_with_memory_of_others_in_blocks(tiny_model: Any, new_cache: Any) -> None:
+    """sdpa is given no mask then, and eager is: what they answer is the same."""
+    ids, other = text(18, seed=2), text(60)
+    got = []
+    for attention in ("sdpa", "eager"):
+        model = tiny_model("llama", attention)
+        first = new_cache(model)
+        with retrieval(model):
+            run(model, other, [60], first)
+            cache = new_cache(model, path=first.store, recall="all", top_k=2, block_tokens=4)
+            cache.window = 100
+            got.append(run(model, ids, [18], cache))
+    assert torch.allclose(got[0], got[1], atol=1e-4)
