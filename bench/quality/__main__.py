@@ -60,9 +60,14 @@ def run(args: argparse.Namespace) -> None:
             captures,
             options,
         )
-        with path.open("w", encoding="utf-8") as out:
-            for record in evaluation.run():
-                out.write(json.dumps(record) + "\n")
+        done = set()
+        if path.exists():  # an interrupted run goes on
+            for line in path.read_text(encoding="utf-8").splitlines():
+                record = json.loads(line)
+                done.add((record["document"], record["fact"]))
+        with path.open("a", encoding="utf-8") as out:
+            for records in evaluation.run(done):
+                out.writelines(json.dumps(record) + "\n" for record in records)
                 out.flush()
 
 

@@ -103,17 +103,21 @@ class Evaluation:
         top = np.argsort(-scores, kind="stable")[: self.options.retrieved // chunk]
         return (np.sort(top)[:, None] * chunk + np.arange(chunk)).reshape(-1)
 
-    def run(self) -> Iterator[dict[str, Any]]:
-        """One record a question and ranking."""
+    def run(self, done: set[tuple[str, int]]) -> Iterator[list[dict[str, Any]]]:
+        """For each question that is not ``done``, one record a ranking."""
         for at, document in enumerate(self.documents):
             for number, fact in enumerate(document.facts):
+                if (document.name, number) in done:
+                    continue
                 started = time.perf_counter()
                 asked: dict[int, NDArray[np.float32]] = {}
                 answers = self._answers(at, fact, asked)
                 needles = self._needles(at, number, fact, asked)
-                for name in answers | needles:
-                    where = {"document": document.name, "fact": number, "ranking": name}
-                    yield where | needles.get(name, {}) | answers.get(name, {})
+                where = {"document": document.name, "fact": number}
+                yield [
+                    where | {"ranking": name} | needles.get(name, {}) | answers.get(name, {})
+                    for name in answers | needles
+                ]
                 print(
                     f"{document.name} {number}: {time.perf_counter() - started:.0f} s", flush=True
                 )
