@@ -137,7 +137,7 @@ def write_csv(path: Path, table: list[dict[str, Any]]) -> None:
 def write_tables(results: Path, out: Path) -> None:
     """Tables of every run whose records lie in ``results``."""
     out.mkdir(parents=True, exist_ok=True)
-    parts = []
+    parts = ["See ../README.md. Intervals are 95 % of a bootstrap over questions.\n"]
     for run, records in read(results).items():
         chunk = int(run.split("-c")[1].split("-")[0])
         table = rows(records, chunk)
