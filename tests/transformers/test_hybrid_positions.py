@@ -95,9 +95,10 @@ def test_unknown_rotation_is_refused(tiny_model: Any, monkeypatch: pytest.Monkey
         _rope.probe(attention_of(model), rotary_of(model, torch.arange(5)[None]), 8)
 
 
-def test_signatures_are_of_unrotated_keys(tiny_model: Any, new_cache: Any) -> None:
+@pytest.mark.parametrize("rotates", [True, False])
+def test_signatures_are_of_unrotated_keys(tiny_model: Any, new_cache: Any, rotates: bool) -> None:
     """The same tokens far apart: their entries have the same signature in layer 0."""
-    model = tiny_model("llama")
+    model = tiny_model("llama") if rotates else tiny_model("smollm3", no_rope_layers=[0, 1, 1])
     chunk = text(8)
     ids = torch.cat((chunk, text(40, seed=9), chunk), dim=1)
     cache = new_cache(model, window=1, chunk_tokens=8, sink_tokens=0, centre=False)

@@ -129,7 +129,9 @@ def test_new_conversation_sees_others_only_if_asked(tiny_model: Any, new_cache: 
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", ["llama", "cohere", "phi3", "gpt_neox", "smollm3"])
+@pytest.mark.parametrize(
+    "name", ["llama", "cohere", "phi3", "gpt_neox", "smollm3", "smollm3 without RoPE"]
+)
 def test_other_conversations_are_placed_before_this_one(
     tiny_model: Any, new_cache: Any, name: str, attention: str
 ) -> None:
@@ -137,9 +139,8 @@ def test_other_conversations_are_placed_before_this_one(
 
     The model itself says what that means: positions are relative, so all of them are shifted.
     """
-    model = tiny_model(name, attention, num_hidden_layers=1)
-    if name == "smollm3":
-        model.config.no_rope_layers = [1]
+    changes = {"no_rope_layers": [int(name == "smollm3")]} if "smollm3" in name else {}
+    model = tiny_model(name.split()[0], attention, num_hidden_layers=1, **changes)
     other, ids = text(30), text(12, seed=3)
     first = new_cache(model, sink_tokens=0)
     # Somewhere else in its own conversation, and not at its beginning.
