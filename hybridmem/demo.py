@@ -175,18 +175,21 @@ def attend(
 
     A query does not see what comes after it. Grouped-query attention in float64.
     """
-    out = np.empty(queries.shape)
-    heads = queries.shape[1] // head_dim
+    kv_heads = keys.shape[1] // head_dim
     share = queries.shape[1] // keys.shape[1]
-    hidden = at[None, :] > positions[:, None]
-    for head in range(heads):
-        mine = slice(head * head_dim, (head + 1) * head_dim)
-        theirs = slice(head // share * head_dim, (head // share + 1) * head_dim)
-        logits = queries[:, mine].astype(np.float64) @ keys[:, theirs].T / np.sqrt(head_dim)
-        logits[hidden] = -np.inf
-        weights = np.exp(logits - logits.max(axis=1, keepdims=True))
-        out[:, mine] = weights / weights.sum(axis=1, keepdims=True) @ values[:, theirs]
-    return out.astype(np.float32)
+
+    def by_head(rows: Floats, n_heads: int) -> npt.NDArray[np.float64]:
+        """Rows of each head: [n_heads, n, head_dim]."""
+        return rows.astype(np.float64).reshape(len(rows), n_heads, head_dim).swapaxes(0, 1)
+
+    # Heads that share a K/V head lie one after another: one product for all of them.
+    asked = by_head(queries, kv_heads * share).reshape(kv_heads, -1, head_dim)
+    logits = asked @ by_head(keys, kv_heads).swapaxes(1, 2) / np.sqrt(head_dim)
+    logits[:, np.tile(at > positions[:, None], (share, 1))] = -np.inf
+    weights = np.exp(logits - logits.max(axis=2, keepdims=True))
+    out = weights @ by_head(values, kv_heads) / weights.sum(axis=2, keepdims=True)
+    out = out.reshape(kv_heads * share, len(queries), head_dim).swapaxes(0, 1)
+    return out.reshape(queries.shape).astype(np.float32)
 
 
 def exact_order(index: str, sample: Sample, layer: Layer, query: Floats) -> Ints:
