@@ -188,8 +188,8 @@ def attend(
     logits[:, np.tile(at > positions[:, None], (share, 1))] = -np.inf
     weights = np.exp(logits - logits.max(axis=2, keepdims=True))
     out = weights @ by_head(values, kv_heads) / weights.sum(axis=2, keepdims=True)
-    out = out.reshape(kv_heads * share, len(queries), head_dim).swapaxes(0, 1)
-    return out.reshape(queries.shape).astype(np.float32)
+    rows: Floats = out.reshape(kv_heads * share, len(queries), head_dim).swapaxes(0, 1)
+    return rows.reshape(queries.shape).astype(np.float32)
 
 
 def exact_order(index: str, sample: Sample, layer: Layer, query: Floats) -> Ints:
