@@ -1,4 +1,4 @@
-"""What every store can do, whatever its mode: find, get, count, refresh, close."""
+"""What every store can do, whatever its mode: get, count, refresh, close."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from types import TracebackType
 from typing import Any, ClassVar, TypeVar
 
@@ -19,16 +19,14 @@ from hybridmem._entries import EntryTable
 from hybridmem._fileio import Directory
 from hybridmem._format import KEY_SUFFIXES, SUFFIXES
 from hybridmem._manifest import Manifest
-from hybridmem._ranking import Ranking, key_scores, spread
 from hybridmem._shards import ShardPool
 from hybridmem._signatures import Signatures
 from hybridmem.errors import CorruptStoreError, StoreClosedError
-from hybridmem.results import Entry, Hit, Stats
+from hybridmem.results import Entry, Stats
 
 __all__ = ["Reader"]
 
 Floats = npt.NDArray[np.float32]
-Found = TypeVar("Found")
 Self = TypeVar("Self", bound="Reader")
 _ENTRY_FIELDS = ("entry_id", "layer_idx", "n_tokens", "importance", "timestamp", "access_count")
 
@@ -76,220 +74,7 @@ class Reader:
         self._pool.max_open = self.config.max_open_shards
         self._pool.retarget(manifest.shards)
 
-    # -- finding ----------------------------------------------------------------------------------
-
-    def query(
-        self,
-        query: Any,
-        layer_idx: int,
-        top_k: int = 5,
-        *,
-        entry_ids: Any = None,
-        order: str | None = None,
-        rerank: str | None = None,
-        candidates: int | None = None,
-        rerank_query: Any = None,
-        n_heads: int | None = None,
-        max_run: int | None = None,
-        newest: int | None = None,
-    ) -> list[Hit]:
-        """Find the entries of a layer whose signatures are most similar to the query's.
-
-        Parameters
-        ----------
-        query : array_like of float, shape (embed_dim,) or (n_tokens, embed_dim)
-            Several tokens are pooled to their mean; in a store with sub-signatures each is looked
-            for.
-        layer_idx : int
-        top_k : int, default 5
-        entry_ids : array_like of int, optional
-            Search only among these; ids that are not in the layer, or no longer, are passed over.
-        order : {"hamming", "norm"}, default "hamming"
-            What the signatures are ranked by. "norm" multiplies the cosine that the similarity
-            stands for by the norm of the entry's centred mean key, which ranks by the dot product;
-            it needs a calibrated layer and one signature an entry.
-        rerank : {"pooled", "tokens", "late"}, optional
-            Let the keys decide among the candidates: by the dot product of the means, by the share
-            of attention, or by late interaction.
-        candidates : int, optional
-            Entries that are looked at for `rerank`; 4 * top_k by default.
-        rerank_query : array_like, optional
-            The query in the space of the stored keys, where the entries were indexed by others.
-        n_heads : int, default 1
-            Heads that are scored separately by `rerank`.
-        max_run : int, optional
-            Most hits that were put one after the other in their layer.
-        newest : int, default 0
-            Entries put last that are in the result whatever their similarity.
-
-        Returns
-        -------
-        list of Hit
-            Best first, ties by smaller id; fewer than `top_k` where there are fewer.
-
-        Raises
-        ------
-        TypeError, ValueError
-            If an argument is invalid.
-        SnapshotGoneError
-            If the writer has removed a shard of this reader's snapshot: `refresh` and ask again.
-        """
-        self._check_open()
-        rows = self._rows(query, "query")
-        exact = [None if rerank_query is None else self._rows(rerank_query, "rerank_query")]
-        return self._find(
-            [rows], layer_idx, top_k, entry_ids, exact, self._hit, order=order, rerank=rerank,
-            candidates=candidates, n_heads=n_heads, max_run=max_run, newest=newest,
-        )[0]  # fmt: skip
-
-    def query_stored(
-        self, query: Any, layer_idx: int, top_k: int = 5, *, entry_ids: Any = None, **options: Any
-    ) -> list[list[Tensor]]:
-        """Answer as `query` does, with the tensors of each entry as they are stored.
-
-        For `hybridmem.attend`, which reads them where they lie.
-        """
-        self._check_open()
-        rows, given = self._rows(query, "query"), options.pop("rerank_query", None)
-        exact = [None if given is None else self._rows(given, "rerank_query")]
-        return self._find(
-            [rows], layer_idx, top_k, entry_ids, exact, self._checked_tensors, **options
-        )[0]
-
-    def query_many(
-        self,
-        queries: Any,
-        layer_idx: int,
-        top_k: int = 5,
-        *,
-        entry_ids: Any = None,
-        **options: Any,
-    ) -> list[list[Hit]]:
-        """Answer several queries of one layer in one pass over its signatures.
-
-        Parameters
-        ----------
-        queries : array_like of float, shape (m, embed_dim), or list of array_like
-            A matrix is m queries; a list holds one array, as for `query`, for each.
-        layer_idx, top_k, entry_ids
-            As for `query`.
-        **options
-            Options of `query` that hold for all queries; `rerank_query` is a list of one each.
-
-        Returns
-        -------
-        list of list of Hit
-            For each query what `query` returns.
-        """
-        self._check_open()
-        if isinstance(queries, (list, tuple)):
-            rows = [self._rows(one, f"query {at}") for at, one in enumerate(queries)]
-        elif _arrays.cache_tokens(queries, "queries", self.config.embed_dim) == 0:
-            rows = []
-        else:
-            matrix = _arrays.matrix(queries, "queries", self.config.embed_dim)
-            rows = [row[None] for row in matrix]
-        exact: list[Floats | None] = [None] * len(rows)
-        if (given := options.pop("rerank_query", None)) is not None:
-            if len(given) != len(rows):
-                raise ValueError(f"rerank_query: got {len(given)} for {len(rows)} queries")
-            exact = [self._rows(one, f"rerank_query {at}") for at, one in enumerate(given)]
-        return self._find(rows, layer_idx, top_k, entry_ids, exact, self._hit, **options)
-
-    def _rows(self, query: Any, name: str) -> Floats:
-        return _arrays.matrix(query, name, self.config.embed_dim, vector_ok=True)
-
-    def _find(
-        self,
-        queries: Sequence[Floats],
-        layer_idx: int,
-        top_k: int,
-        entry_ids: Any,
-        exact: Sequence[Floats | None],
-        make: Callable[[int, float], Found],
-        **options: Any,
-    ) -> list[list[Found]]:
-        """Search; what is returned for a row and its score is what `make` makes of them."""
-        layer = _arrays.layer_index(layer_idx)
-        k = _arrays.count(top_k, "top_k", 1)
-        among = None if entry_ids is None else _arrays.entry_ids(entry_ids)
-        ranking = Ranking.checked(k, self.config.embed_dim, **options)
-        signatures = self._signatures
-        with self._lock:
-            self._check_open()
-            signatures.check_order(layer, ranking.order)
-            view, removals = signatures.view(layer, self._table), signatures.removals
-            signed = [signatures.of_query(layer, rows) for rows in queries]
-        depth = len(view) if ranking.scans_all else ranking.depth(k)
-        found = view.search(signed, depth, among) if depth else []
-        with self._lock:
-            self._check_open()
-            if removals != signatures.removals:  # an entry may have gone meanwhile: ask undisturbed
-                view = signatures.view(layer, self._table)
-                found = view.search(signed, depth, among)
-            results: list[list[Found]] = []
-            accessed: list[int] = []
-            for at, (ids, distances) in enumerate(found):
-                if ranking.order == "norm":
-                    ids, distances = signatures.by_norm(self._table, ids, distances)
-                distance = dict(zip(ids.tolist(), distances.tolist(), strict=True))
-                chosen = list(distance)
-                if not ranking.is_plain:
-                    rows = exact[at]
-                    chosen = self._reranked(
-                        layer, chosen, queries[at] if rows is None else rows, k, ranking
-                    )
-                del chosen[k:]
-                score = signatures.spec.score
-                results.append(
-                    [make(self._row(one), score(distance[one], len(signed[at]))) for one in chosen]
-                )
-                accessed += chosen
-            self._queries += len(queries)
-            self._hits += len(accessed)
-            self._accessed(accessed)
-            return results or [[] for _ in queries]
-
-    def _reranked(
-        self, layer: int, ids: list[int], query: Floats, top_k: int, ranking: Ranking
-    ) -> list[int]:
-        """Apply what follows the search by signatures to the ids it found."""
-        found = set(ids)
-        if ranking.rerank is not None and ids:
-            looked_at = ids[: ranking.depth(top_k)]
-            if ranking.rerank == "late":
-                query = self._signatures.centred_query(layer, query)
-            keys = [self._keys(self._row(entry_id)) for entry_id in looked_at]
-            scores = key_scores(ranking.rerank, query, keys, ranking.n_heads)
-            order = np.lexsort((np.array(looked_at, np.uint64), -scores))
-            ids = [looked_at[at] for at in order.tolist()]
-        if not ranking.max_run and not ranking.newest:
-            return ids
-        layer_ids = self._table.column("entry_id")[self._table.alive_rows(layer)]
-        newest = [one for one in reversed(layer_ids.tolist()) if one in found][: ranking.newest]
-        return spread(
-            ids, top_k, ranking, lambda entry_id: int(np.searchsorted(layer_ids, entry_id)), newest
-        )
-
-    def _hit(self, row: int, score: float) -> Hit:
-        return Hit(score=score, **self._fields(row))
-
-    def _checked_tensors(self, row: int, score: float) -> list[Tensor]:
-        tensors = self._tensors(row)
-        n_tokens = int(self._table.columns["n_tokens"][row])
-        wrong = self._codec.mismatch(tensors, n_tokens, self.config.embed_dim)
-        if wrong is not None:
-            raise self._misfit(row, wrong)
-        return tensors
-
-    def _keys(self, row: int) -> Floats:
-        """Return the stored keys of an entry without a look at its values."""
-        tensors = self._tensors(row, KEY_SUFFIXES)
-        n_tokens = int(self._table.columns["n_tokens"][row])
-        try:
-            return self._codec.decode_keys(tensors, n_tokens, self.config.embed_dim)
-        except ValueError as error:
-            raise self._misfit(row, str(error)) from None
+    # -- reading ----------------------------------------------------------------------------------
 
     def get(self, entry_id: int) -> Entry:
         """Return an entry. This is no access.
@@ -328,6 +113,15 @@ class Reader:
         except ValueError as error:
             raise self._misfit(row, str(error)) from None
         return fields
+
+    def _keys(self, row: int) -> Floats:
+        """Return the stored keys of an entry without a look at its values."""
+        tensors = self._tensors(row, KEY_SUFFIXES)
+        n_tokens = int(self._table.columns["n_tokens"][row])
+        try:
+            return self._codec.decode_keys(tensors, n_tokens, self.config.embed_dim)
+        except ValueError as error:
+            raise self._misfit(row, str(error)) from None
 
     def _tensors(self, row: int, suffixes: Collection[str] = SUFFIXES) -> list[Tensor]:
         """Return the stored tensors of an entry."""

@@ -17,9 +17,10 @@ from hybridmem._codec import Tensor
 from hybridmem._entries import Bytes
 from hybridmem._eviction import lowest_rows
 from hybridmem._fileio import Directory
+from hybridmem._finding import Finder
 from hybridmem._limits import Limits
 from hybridmem._manifest import Calibration
-from hybridmem._reading import Floats, Reader
+from hybridmem._reading import Floats
 from hybridmem._signatures import first_mean
 from hybridmem.errors import ReadOnlyError, StoreFullError, StoreIOError
 from hybridmem.hdc import mean_pool
@@ -29,7 +30,7 @@ __all__ = ["Store"]
 _MAX_ACCESS = (1 << 32) - 1
 
 
-class Store(Reader):
+class Store(Finder):
     """Keys and values of attention layers on disk, found by the similarity of their signatures.
 
     Made by `hybridmem.create` and `hybridmem.open`. One object may be used from many threads.

@@ -67,7 +67,8 @@ def run(args: argparse.Namespace) -> None:
                 done.add((record["document"], record["fact"]))
         with path.open("a", encoding="utf-8") as out:
             for records in evaluation.run(done):
-                out.writelines(json.dumps(record) + "\n" for record in records)
+                # in one write: whoever stops a run leaves whole questions behind
+                out.write("".join(json.dumps(record) + "\n" for record in records))
                 out.flush()
 
 
