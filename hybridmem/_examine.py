@@ -108,8 +108,8 @@ def examine(
     _check_fields(directory, manifest, records, sound, faults)
     pool = ShardPool(directory, max(1, manifest.config.max_open_shards), "pread", reader=False)
     pool.retarget(manifest.shards)
-    _check_shards(directory, manifest, pool, faults)
-    _check_tensors(manifest, records, sound, pool, faults, progress)
+    bad_shards = _check_shards(manifest, pool, faults)
+    _check_tensors(manifest, records, sound, pool, bad_shards, faults, progress)
     names = {shard_name(shard.number) for shard in manifest.shards}
     orphans = [
         name
@@ -255,13 +255,17 @@ def _check_fields(
 
 
 def _check_shards(
-    directory: Directory, manifest: Manifest, pool: ShardPool, faults: list[Fault]
-) -> None:
+    manifest: Manifest, pool: ShardPool, faults: list[Fault]
+) -> dict[int, CorruptStoreError]:
+    """Return what is wrong with the shards that cannot be opened."""
+    bad = {}
     for shard in manifest.shards:
         try:
             pool.header(shard.number)
         except CorruptStoreError as error:
+            bad[shard.number] = error.with_traceback(None)
             faults.append(_fault(error, shard_name(shard.number)))
+    return bad
 
 
 def _check_tensors(
@@ -269,6 +273,7 @@ def _check_tensors(
     records: Records,
     sound: npt.NDArray[np.bool_],
     pool: ShardPool,
+    bad_shards: dict[int, CorruptStoreError],
     faults: list[Fault],
     progress: Progress | None,
 ) -> None:
@@ -279,6 +284,8 @@ def _check_tensors(
     for done, row in enumerate(rows.tolist()):
         entry_id, number = int(records["entry_id"][row]), int(records["shard_idx"][row])
         try:
+            if number in bad_shards:
+                raise bad_shards[number]
             tensors = pool.load(number, entry_id)
             wrong = codec.mismatch(tensors, int(records["n_tokens"][row]), config.embed_dim)
             if wrong is not None:

@@ -142,7 +142,12 @@ class Directory:
         except OSError as error:
             raise _failure(error, f"opening {self.path / LOCK_NAME}") from error
         try:
+            if not stat.S_ISREG(_again(calls.fstat, fd).st_mode):
+                raise self._corrupt(LOCK_NAME, "is not a regular file")
             _again(lambda: calls.flock(fd))
+        except CorruptStoreError:
+            _close(fd)
+            raise
         except OSError as error:
             _close(fd)
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):

@@ -42,6 +42,9 @@ MAX_HEADER_BYTES = 1 << 22
 #: Upper bounds of what a shard's header takes: for each tensor, and besides.
 HEADER_TENSOR_BYTES, HEADER_FIXED_BYTES = 128, 192
 
+#: Members of index.json are fewer; a model_id may hold what looks like some.
+INDEX_MEMBERS = 4096
+
 _ACCESS_COUNT = slice(28, 32)
 _TAIL = re.compile(rb',\n"crc32c":"([0-9a-f]{8})"\}\n\Z')
 _SHARD = re.compile(r"shard_(\d{4,10})\.safetensors\Z", re.ASCII)
@@ -131,6 +134,7 @@ def decode_json(data: bytes, *, checked: bool = True) -> dict[str, Any]:
         raise ValueError('it does not end in its checksum, "crc32c"')
     if checked and crc32c(data[: tail.start()]) != int(tail[1], 16):
         raise ValueError("its checksum does not match its bytes")
+    _check_density(data, INDEX_MEMBERS, 0, 5)
     fields = _strict_object(data)
     del fields["crc32c"]
     return fields
@@ -142,12 +146,31 @@ def newer_version(data: bytes) -> int | None:
     Nothing else is asked of it: a newer format may have other members and another checksum.
     """
     try:
+        _check_density(data, INDEX_MEMBERS, 0, 5)
         fields = json.loads(data)
     except (ValueError, RecursionError):
         return None
     version = fields.get("format_version") if isinstance(fields, dict) else None
     is_newer = type(version) is int and version > FORMAT_VERSION
     return version if is_newer else None
+
+
+def _check_density(data: bytes, free: int, member_bytes: int, list_bytes: int) -> None:
+    """Refuse JSON whose parsed form would be many times larger than what it is read for needs.
+
+    Parameters
+    ----------
+    free : int
+        Members, and lists and objects, that it may have in any case.
+    member_bytes, list_bytes : int
+        It may have one more for so many bytes each; 0 for none.
+    """
+    members = data.count(b'":')
+    if members > free + (len(data) // member_bytes if member_bytes else 0):
+        raise ValueError(f"its JSON has {members} members, too many")
+    lists = data.count(b"[") + data.count(b"{")
+    if lists > free + len(data) // list_bytes:
+        raise ValueError(f"its JSON has {lists} lists and objects, too many")
 
 
 def _strict_object(data: bytes) -> dict[str, Any]:
@@ -258,6 +281,8 @@ def pack_header(tensors: Sequence[tuple[str, str, tuple[int, int], int]]) -> byt
 
 def parse_header(text: bytes, data_bytes: int) -> ShardHeader:
     """Parse the header of a shard whose tensors fill `data_bytes` bytes after it."""
+    # The shortest tensor takes 56 bytes, with four members and three lists and objects.
+    _check_density(text, 64, 12, 16)
     members = _strict_object(text)
     metadata = members.pop("__metadata__", None)
     if not isinstance(metadata, dict):

@@ -41,6 +41,8 @@ MAX_EMBED_DIM = 1 << 24
 MAX_HDC_DIM = 1 << 24
 
 _CHUNK_BYTES = 1 << 24
+#: Words of flips that are kept; where a projection has more they are made anew at each use.
+_KEPT_WORDS = 1 << 20
 
 _POPCOUNT = np.array([bin(byte).count("1") for byte in range(256)], np.uint8)
 
@@ -69,9 +71,9 @@ def _power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def splitmix64(seed: int, count: int) -> NDArray[np.uint64]:
-    """First `count` words of the SplitMix64 generator seeded with `seed`."""
-    z = np.arange(1, count + 1, dtype=np.uint64)
+def splitmix64(seed: int, count: int, start: int = 0) -> NDArray[np.uint64]:
+    """Words `start` to `start + count` of the SplitMix64 generator seeded with `seed`."""
+    z = np.arange(start + 1, start + count + 1, dtype=np.uint64)
     z *= np.uint64(0x9E3779B97F4A7C15)
     z += np.uint64(seed)
     z ^= z >> np.uint64(30)
@@ -124,7 +126,7 @@ class Projector:
     and then transforms, flips, transforms, flips and transforms again.
     """
 
-    __slots__ = ("_flips", "_folded", "_padded", "embed_dim", "hdc_dim", "seed")
+    __slots__ = ("_block_words", "_flips", "_folded", "_padded", "embed_dim", "hdc_dim", "seed")
 
     embed_dim: int
     hdc_dim: int
@@ -137,8 +139,8 @@ class Projector:
         self._padded = _power_of_two(self.embed_dim)
         self._folded = min(self._padded, _power_of_two(4 * self.hdc_dim))
         blocks = -(-self.hdc_dim // self._folded)
-        words = max(1, self._padded // 64) + 2 * max(1, self._folded // 64)
-        self._flips = splitmix64(self.seed, blocks * words)
+        self._block_words = max(1, self._padded // 64) + 2 * max(1, self._folded // 64)
+        self._flips = splitmix64(self.seed, min(blocks * self._block_words, _KEPT_WORDS))
         self._flips.flags.writeable = False
 
     @property
@@ -176,7 +178,20 @@ class Projector:
         if rows.dtype != np.float32 or rows.ndim != 2 or rows.shape[1] != self.embed_dim:
             raise ValueError(f"rows must be float32 [n, {self.embed_dim}], got {rows.shape}")
         out = np.empty((rows.shape[0], self.nbytes), np.uint8)
-        _kernels.project(rows, self._flips, self._padded, self._folded, self.hdc_dim, out)
+        blocks = -(-self.hdc_dim // self._folded)
+        if blocks * self._block_words <= len(self._flips):
+            _kernels.project(rows, self._flips, self._padded, self._folded, self.hdc_dim, out)
+            return out
+        # Only narrow input to very many bits comes here, in pieces of whole bytes.
+        step = _KEPT_WORDS // self._block_words // 64 * 64
+        for first in range(0, blocks, step):
+            count = min(step, blocks - first) * self._block_words
+            flips = splitmix64(self.seed, count, first * self._block_words)
+            start = first * self._folded
+            bits = min(step * self._folded, self.hdc_dim - start)
+            part = np.empty((rows.shape[0], bits // 8), np.uint8)
+            _kernels.project(rows, flips, self._padded, self._folded, bits, part)
+            out[:, start // 8 : (start + bits) // 8] = part
         return out
 
     def __repr__(self) -> str:

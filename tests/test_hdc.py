@@ -44,6 +44,18 @@ def test_wide_and_long(simd: str, embed_dim: int, hdc_dim: int, seed: int) -> No
     np.testing.assert_array_equal(got, twins.project(x, hdc_dim, seed))
 
 
+@pytest.mark.parametrize("embed_dim", [1, 2, 3, 17, 33])
+def test_more_flips_than_are_kept(embed_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = normal(1, 3, embed_dim)
+    hdc_dim = 64 * 331
+    wanted = Projector(embed_dim, hdc_dim).project(x)
+    monkeypatch.setattr(hdc, "_KEPT_WORDS", 3 * 64)
+    projector = Projector(embed_dim, hdc_dim)
+    assert len(projector._flips) == 3 * 64
+    np.testing.assert_array_equal(projector.project(x), wanted)
+    np.testing.assert_array_equal(wanted[0], twins.project(x[0], hdc_dim, SEED))
+
+
 def test_golden_bits() -> None:
     """Bits written down once: they may never change."""
     x = np.arange(-40, 60, dtype=np.float32) / 7
