@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,10 @@ from hybridmem._format import (
     decode_json,
     encode_json,
     newer_version,
+    record_dtype,
 )
 from hybridmem.config import Config
-from hybridmem.errors import CorruptStoreError, StoreNotFoundError, VersionError
+from hybridmem.errors import CorruptStoreError, StoreIOError, StoreNotFoundError, VersionError
 
 __all__ = [
     "INDEX_NAME",
@@ -36,6 +38,8 @@ _U32, _U64 = 1 << 32, 1 << 64
 _MAX_INDEX_BYTES = 1 << 25
 #: What it may have in any store; more must be in proportion to the other files.
 _FREE_INDEX_BYTES = 1 << 21
+#: Of these, what the means of all layers may take: a store that shrinks must be read all the same.
+_CALIBRATION_BYTES = 3 << 19
 
 _STORE_ID = re.compile(r"[0-9a-f]{32}", re.ASCII)
 
@@ -73,6 +77,25 @@ class Calibration:
         return (
             "" if mean is None else base64.b64encode(mean.astype("<f4").tobytes()).decode("ascii")
         )
+
+    @staticmethod
+    def joined(layers: Iterable[Calibration], one: Calibration) -> tuple[Calibration, ...]:
+        """Return layers and one more, in order.
+
+        Raises
+        ------
+        ValueError
+            If they would take more than their part of index.json.
+        """
+        after = tuple(sorted((*layers, one), key=lambda layer: layer.layer_idx))
+        size = sum(len(layer.mean_key) + len(layer.mean_query) for layer in after)
+        if size > _CALIBRATION_BYTES:
+            raise ValueError(
+                f"the means of {len(after)} calibrated layers would take {size} bytes of "
+                f"index.json, more than the {_CALIBRATION_BYTES} that there are for them: "
+                "calibrate fewer layers, or give no queries"
+            )
+        return after
 
     @staticmethod
     def unpack(text: str) -> npt.NDArray[np.float32]:
@@ -123,8 +146,16 @@ class Manifest:
         return f"entries.bin.g{self.generation}"
 
     def encode(self) -> bytes:
-        """Return the bytes of index.json."""
-        return encode_json(
+        """Return the bytes of index.json.
+
+        Raises
+        ------
+        StoreIOError
+            If they are more than what is read of a store of this size.
+        """
+        records = self.n_records * record_dtype(self.config.hdc_dim).itemsize
+        limit = _limit(records + sum(shard.size for shard in self.shards))
+        data = encode_json(
             {
                 "format": "hybridmem",
                 "format_version": FORMAT_VERSION,
@@ -141,6 +172,13 @@ class Manifest:
                 "calibration": [dataclasses.astuple(layer) for layer in self.calibration],
             }
         )
+        if len(data) > limit:
+            raise StoreIOError(
+                f"{INDEX_NAME} would have {len(data)} bytes, more than the {limit} that are read "
+                f"of a store of this size; it names {len(self.shards)} shards: open the store with "
+                "a larger shard_max_bytes and compact it"
+            )
+        return data
 
     @classmethod
     def decode(cls, data: bytes) -> Manifest:
@@ -204,13 +242,15 @@ def read_manifest(directory: Directory) -> Manifest:
     try:
         return Manifest.decode(data)
     except (ValueError, RecursionError) as error:
-        version = newer_version(data)
-        if version is not None:
-            raise VersionError(
-                f"{path} has format_version {version}; this hybridmem reads up to "
-                f"{FORMAT_VERSION}: install a newer hybridmem to open it"
-            ) from None
-        raise CorruptStoreError(f"{path} is damaged: {error}", path=str(path)) from None
+        why = str(error)
+    # Here, where the first parse is given back already: hostile JSON takes many times its size.
+    version = newer_version(data)
+    if version is not None:
+        raise VersionError(
+            f"{path} has format_version {version}; this hybridmem reads up to "
+            f"{FORMAT_VERSION}: install a newer hybridmem to open it"
+        )
+    raise CorruptStoreError(f"{path} is damaged: {why}", path=str(path))
 
 
 def unchecked_manifest(directory: Directory) -> Manifest | None:
@@ -223,8 +263,12 @@ def unchecked_manifest(directory: Directory) -> Manifest | None:
 
 
 def _index_limit(directory: Directory) -> int:
+    return _limit(directory.total_bytes())
+
+
+def _limit(total_bytes: int) -> int:
     """Return how large index.json may be: parsed, JSON takes up to twenty times its size."""
-    return min(_MAX_INDEX_BYTES, _FREE_INDEX_BYTES + directory.total_bytes() // 16)
+    return min(_MAX_INDEX_BYTES, _FREE_INDEX_BYTES + total_bytes // 16)
 
 
 def _integer(name: str, value: object, low: int, high: int) -> int:

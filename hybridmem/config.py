@@ -18,6 +18,8 @@ _U63 = 1 << 63
 _U64 = 1 << 64
 #: Largest width and largest signature that are accepted; far above any model, far below overflow.
 _MAX_DIM = 1 << 24
+#: Characters of a model_id; index.json must stay small.
+_MAX_MODEL_ID = 1024
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,7 +52,7 @@ class Config:
     signature_bits : int, default 0
         Bits of a sub-signature, a divisor of `hdc_dim`; 0 is `hdc_dim`.
     model_id : str, optional
-        Any name of the weights that the keys and values come from.
+        Any name of the weights that the keys and values come from, of at most 1,024 characters.
 
     Raises
     ------
@@ -101,6 +103,11 @@ class Config:
             if not isinstance(self.model_id, str):
                 raise TypeError(
                     f"model_id must be a string or None, got {_described(self.model_id)}"
+                )
+            if len(self.model_id) > _MAX_MODEL_ID:
+                raise ValueError(
+                    f"model_id must have at most {_MAX_MODEL_ID} characters, "
+                    f"got {len(self.model_id)}"
                 )
             try:
                 self.model_id.encode()

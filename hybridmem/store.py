@@ -227,8 +227,8 @@ class Store(Finder):
         Raises
         ------
         ValueError
-            If the layer is calibrated already; if neither keys are given nor stored; or if entries
-            of the layer were put with `index_keys`, which are not stored.
+            If the layer is calibrated already; if neither keys are given nor stored; if entries
+            were put with `index_keys`, which are not stored; if all means took more than 1.5 MB.
         """
         layer = _arrays.layer_index(layer_idx)
         width = self.config.embed_dim
@@ -247,7 +247,7 @@ class Store(Finder):
                 given[0] = first_mean(keys for _, keys, _ in self._signed_entries(layer))
             calibration = Calibration(layer, *(Calibration.pack(mean) for mean in given))
             before = writer.calibration
-            after = tuple(sorted((*before, calibration), key=lambda one: one.layer_idx))
+            after = Calibration.joined(before, calibration)
             signed = self._signatures.made_anew(after, layer, self._signed_entries(layer))
             writer.calibration = after
             try:

@@ -101,6 +101,7 @@ def test_frozen_and_comparable() -> None:
         ("signature_bits", 96),
         ("signature_bits", 8192),
         ("model_id", 7),
+        ("model_id", "m" * 1025),
     ],
 )
 def test_bad_value_is_refused_by_name(field: str, value: object, tmp_path: Path) -> None:
