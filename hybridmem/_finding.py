@@ -178,10 +178,7 @@ class Finder(Reader):
                 distance = dict(zip(ids.tolist(), distances.tolist(), strict=True))
                 chosen = list(distance)
                 if not ranking.is_plain:
-                    rows = exact[at]
-                    chosen = self._reranked(
-                        layer, chosen, queries[at] if rows is None else rows, k, ranking
-                    )
+                    chosen = self._reranked(layer, chosen, queries[at], exact[at], k, ranking)
                 del chosen[k:]
                 score = signatures.spec.score
                 results.append(
@@ -194,13 +191,21 @@ class Finder(Reader):
             return results or [[] for _ in queries]
 
     def _reranked(
-        self, layer: int, ids: list[int], query: Floats, top_k: int, ranking: Ranking
+        self,
+        layer: int,
+        ids: list[int],
+        query: Floats,
+        exact: Floats | None,
+        top_k: int,
+        ranking: Ranking,
     ) -> list[int]:
         """Apply what follows the search by signatures to the ids it found."""
         found = set(ids)
         if ranking.rerank is not None and ids:
             looked_at = ids[: ranking.depth(top_k)]
-            if ranking.rerank == "late":
+            if exact is not None:
+                query = exact  # of another space than the layer's mean query, so not centred
+            elif ranking.rerank == "late":
                 query = self._signatures.centred_query(layer, query)
             keys = [self._keys(self._row(entry_id)) for entry_id in looked_at]
             scores = key_scores(ranking.rerank, query, keys, ranking.n_heads)

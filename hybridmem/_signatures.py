@@ -69,6 +69,14 @@ class Signatures:
         )
         return signature, int(norm.view(np.uint32))
 
+    def is_of(self, layer: int, keys: Floats, signature: Bytes) -> bool:
+        """Whether a record's signature was made of these keys, but for their rounding.
+
+        That turns a few bits near zero; the signature of other keys differs in half of them.
+        """
+        turned = int(np.unpackbits(self.of_entry(layer, keys)[0] ^ signature).sum())
+        return turned <= self.spec.used_slots(len(keys)) * self.spec.bits // 8
+
     def made_anew(
         self,
         layers: Iterable[Calibration],
@@ -88,9 +96,7 @@ class Signatures:
         other.calibrate(layers)
         made = {}
         for entry_id, keys, signature in entries:
-            # Stored keys may be rounded, which turns a few bits near zero; other keys turn half.
-            turned = int(np.unpackbits(self.of_entry(layer, keys)[0] ^ signature).sum())
-            if turned > self.spec.hdc_dim // 16:
+            if not self.is_of(layer, keys, signature):
                 raise ValueError(
                     f"entry {entry_id} of layer {layer} was put with index_keys, which are not "
                     "stored: calibrate a layer before its first entry"

@@ -201,6 +201,16 @@ def test_calibration_is_refused_where_it_cannot_be_right(
     assert photograph(Path(store.path)) == before
 
 
+def test_short_entries_of_other_keys_are_not_signed_anew(
+    new_store: Callable[..., Any], rng: np.random.Generator
+) -> None:
+    """One token of 128 bits in a record of 8,192: what differs is little of the record."""
+    store = new_store(hdc_dim=8192, signature_tokens=1, signature_bits=128)
+    store.put(*pair(rng, 1), layer_idx=0, index_keys=pair(rng, 1)[0])
+    with pytest.raises(ValueError, match="index_keys"):
+        store.calibrate(0)
+
+
 # --- what may follow the search ------------------------------------------------------------------
 
 
@@ -278,6 +288,20 @@ def test_rerank_query_is_in_the_space_of_the_stored_keys(
     best = min(zip(scores, store, strict=True), key=lambda pair: (-pair[0], pair[1]))[1]
     hits = store.query(turned, 0, 1, rerank="late", candidates=20, rerank_query=query)
     assert [hit.entry_id for hit in hits] == [best]
+
+
+def test_a_rerank_query_is_not_centred_by_the_mean_of_another_space(
+    store: Any, rng: np.random.Generator
+) -> None:
+    store.calibrate(0, keys=pair(rng, 5)[0], queries=9 * pair(rng, 2)[0])
+    for _ in range(20):
+        keys, values = pair(rng, 2)
+        store.put(keys, values, layer_idx=0, index_keys=keys[:, ::-1])
+    query = pair(rng, 3)[0]
+    scores = late(query, [store.get(i).keys for i in store], 1)
+    order = sorted(zip(scores, store, strict=True), key=lambda pair: (-pair[0], pair[1]))
+    hits = store.query(query[:, ::-1], 0, 20, rerank="late", rerank_query=query)
+    assert [hit.entry_id for hit in hits] == [i for _, i in order]
 
 
 def test_order_by_norm(store: Any, rng: np.random.Generator) -> None:
