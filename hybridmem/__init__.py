@@ -19,10 +19,11 @@ from hybridmem.errors import (
     VersionError,
 )
 from hybridmem.opening import create, open
-from hybridmem.results import Entry, Hit, Stats
+from hybridmem.results import Audit, Entry, Hit, Stats
 from hybridmem.store import Store
 
 __all__ = [
+    "Audit",
     "Config",
     "CorruptStoreError",
     "Entry",

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 
-from hybridmem import _arrays
+from hybridmem import _arrays, _audit
 from hybridmem._codec import Tensor
+from hybridmem._entries import Bytes, Rows
 from hybridmem._ranking import Ranking, key_scores, spread
 from hybridmem._reading import Floats, Reader
-from hybridmem.results import Hit
+from hybridmem.results import Audit, Hit
 
 __all__ = ["Finder"]
 
@@ -125,19 +126,138 @@ class Finder(Reader):
             For each query what `query` returns.
         """
         self._check_open()
-        if isinstance(queries, (list, tuple)):
-            rows = [self._rows(one, f"query {at}") for at, one in enumerate(queries)]
-        elif _arrays.cache_tokens(queries, "queries", self.config.embed_dim) == 0:
-            rows = []
-        else:
-            matrix = _arrays.matrix(queries, "queries", self.config.embed_dim)
-            rows = [row[None] for row in matrix]
+        rows = self._several(queries)
         exact: list[Floats | None] = [None] * len(rows)
         if (given := options.pop("rerank_query", None)) is not None:
             if len(given) != len(rows):
                 raise ValueError(f"rerank_query: got {len(given)} for {len(rows)} queries")
             exact = [self._rows(one, f"rerank_query {at}") for at, one in enumerate(given)]
         return self._find(rows, layer_idx, top_k, entry_ids, exact, self._hit, **options)
+
+    def audit(
+        self,
+        queries: Any,
+        layer_idx: int,
+        top_k: int = 10,
+        *,
+        candidates: int | None = None,
+        rerank_queries: Sequence[Any] | None = None,
+        keys: Mapping[int, Any] | None = None,
+        n_heads: int = 1,
+    ) -> Audit:
+        """Measure how much of what a brute force over the keys finds each ranking finds too.
+
+        Every ranking that the store offers, and the usual forms of signatures that it might have
+        instead, beside recency and chance. All keys of the layer are read; the store is busy
+        meanwhile. Counts as no query and no access.
+
+        Parameters
+        ----------
+        queries : array_like of float, shape (m, embed_dim), or list of array_like
+            As for `query_many`: queries of the model whose memory this is, a few dozen or more.
+        layer_idx : int
+        top_k : int, default 10
+        candidates : int, optional
+            Entries that a second stage looks at; 4 * top_k by default.
+        rerank_queries : sequence of array_like, optional
+            The queries in the space of the stored keys, where the entries were indexed by others.
+        keys : mapping of int to array_like, optional
+            The keys that entries were indexed by, by id, to compare with instead of the stored ones
+            (index keys are not stored); only these entries are looked at, and no second stage,
+            which would read the stored keys.
+        n_heads : int, default 1
+            Heads that brute force and second stage score separately.
+
+        Returns
+        -------
+        Audit
+
+        Raises
+        ------
+        TypeError, ValueError
+            If an argument is invalid, or the layer has no entries.
+        """
+        self._check_open()
+        layer = _arrays.layer_index(layer_idx)
+        k = _arrays.count(top_k, "top_k", 1)
+        ranking = Ranking.checked(
+            k, self.config.embed_dim, rerank="late", candidates=candidates, n_heads=n_heads
+        )
+        rows = self._several(queries)
+        if not rows:
+            raise ValueError("queries: got none, want at least one")
+        exact = None
+        if rerank_queries is not None:
+            if keys is not None:
+                raise ValueError(
+                    "rerank_queries: give them for stored keys, or give keys, not both"
+                )
+            if len(rerank_queries) != len(rows):
+                raise ValueError(
+                    f"rerank_queries: got {len(rerank_queries)} for {len(rows)} queries"
+                )
+            exact = [
+                self._rows(one, f"rerank_queries {at}") for at, one in enumerate(rerank_queries)
+            ]
+        with self._lock:
+            self._check_open()
+            at = self._table.alive_rows(layer)
+            ids = self._table.column("entry_id")[at]
+            if keys is not None:
+                given = [one for one in ids.tolist() if one in keys]
+                at = at[np.isin(ids, np.array(given, np.uint64))]
+                ids = self._table.column("entry_id")[at]
+            if not len(ids):
+                raise ValueError(f"layer_idx: layer {layer} has no entries to look at")
+
+            def given_keys(row: int) -> Floats:
+                assert keys is not None
+                entry_id = int(self._table.columns["entry_id"][row])
+                mine = self._rows(keys[entry_id], f"keys of entry {entry_id}")
+                n_tokens = int(self._table.columns["n_tokens"][row])
+                if len(mine) != n_tokens:
+                    raise ValueError(
+                        f"keys of entry {entry_id}: got {len(mine)} tokens, want {n_tokens}"
+                    )
+                return mine
+
+            keys_of = self._keys if keys is None else given_keys
+            return _audit.audit(
+                self.config,
+                self._signatures,
+                _audit.Layer(
+                    number=layer,
+                    ids=ids,
+                    n_tokens=self._table.column("n_tokens")[at],
+                    paddings=self._table.column("padding")[at],
+                    signed=lambda: self._signed_entries(at, keys_of),
+                    view=self._signatures.view(layer, self._table),
+                ),
+                rows,
+                exact,
+                top_k=k,
+                candidates=ranking.depth(k),
+                n_heads=ranking.n_heads,
+                rerank=keys is None,
+            )
+
+    def _signed_entries(
+        self, rows: Rows, keys_of: Callable[[int], Floats]
+    ) -> Iterator[tuple[int, Floats, Bytes]]:
+        """Yield id, keys and signature of the entries of these rows."""
+        ids = self._table.column("entry_id")
+        for part, signatures in self._table.signatures(rows):
+            for row, signature in zip(part.tolist(), signatures, strict=True):
+                yield int(ids[row]), np.ascontiguousarray(keys_of(row)), signature
+
+    def _several(self, queries: Any) -> list[Floats]:
+        """Return the rows of each of several queries."""
+        if isinstance(queries, (list, tuple)):
+            return [self._rows(one, f"query {at}") for at, one in enumerate(queries)]
+        if _arrays.cache_tokens(queries, "queries", self.config.embed_dim) == 0:
+            return []
+        matrix = _arrays.matrix(queries, "queries", self.config.embed_dim)
+        return [row[None] for row in matrix]
 
     def _rows(self, query: Any, name: str) -> Floats:
         return _arrays.matrix(query, name, self.config.embed_dim, vector_ok=True)
@@ -174,7 +294,9 @@ class Finder(Reader):
             accessed: list[int] = []
             for at, (ids, distances) in enumerate(found):
                 if ranking.order == "norm":
-                    ids, distances = signatures.by_norm(self._table, ids, distances)
+                    at_rows = np.searchsorted(self._table.column("entry_id"), ids)
+                    paddings = self._table.columns["padding"][at_rows]
+                    ids, distances = signatures.by_norm(ids, distances, paddings)
                 distance = dict(zip(ids.tolist(), distances.tolist(), strict=True))
                 chosen = list(distance)
                 if not ranking.is_plain:

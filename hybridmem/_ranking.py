@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from hybridmem import _arrays
 
-__all__ = ["RERANKS", "Ranking", "key_scores", "spread"]
+__all__ = ["RERANKS", "Ranking", "combined", "evidence", "key_scores", "spread"]
 
 Floats = npt.NDArray[np.float32]
 Scores = npt.NDArray[np.float64]
@@ -110,32 +110,32 @@ def key_scores(rerank: str, query: Floats, keys: Sequence[Floats], n_heads: int)
     float64 array, one score each
     """
     if rerank == "pooled":
-        mean = query.mean(axis=0, dtype=np.float64)
-        return np.array([mean @ key.mean(axis=0, dtype=np.float64) for key in keys])
+        query = query.mean(axis=0, keepdims=True, dtype=np.float64)
+    return combined(rerank, np.stack([evidence(rerank, query, key, n_heads) for key in keys]))
+
+
+def evidence(rerank: str, query: npt.NDArray[Any], keys: Floats, n_heads: int) -> Scores:
+    """Return what one entry's keys say to each row of a query, shape (heads, m).
+
+    The rows of "pooled" are mean queries, which have one head.
+    """
+    if rerank == "pooled":
+        return np.asarray(query @ keys.mean(axis=0, dtype=np.float64))[None]
     head_dim = query.shape[1] // n_heads
     columns = [slice(head * head_dim, (head + 1) * head_dim) for head in range(n_heads)]
+    products = [query[:, part] @ keys[:, part].T for part in columns]
     if rerank == "late":
-        return np.array(
-            [
-                np.mean([(query[:, part] @ key[:, part].T).max(axis=1) for part in columns])
-                for key in keys
-            ]
-        )
-    logits = np.stack(
-        [
-            np.stack(
-                [
-                    _log_sum_exp(query[:, part] @ key[:, part].T / math.sqrt(head_dim))
-                    for part in columns
-                ]
-            )
-            for key in keys
-        ]
-    )  # entry, head, query token
-    logits -= logits.max(axis=0)
-    mass = np.exp(logits)
-    shares: Scores = (mass / mass.sum(axis=0)).mean(axis=(1, 2))
-    return shares
+        return np.stack([product.max(axis=1) for product in products]).astype(np.float64)
+    return np.stack([_log_sum_exp(product / math.sqrt(head_dim)) for product in products])
+
+
+def combined(rerank: str, said: Scores) -> Scores:
+    """Return the score of each entry from what all of them said, shape (n, heads, m)."""
+    if rerank == "tokens":
+        mass = np.exp(said - said.max(axis=0))
+        said = mass / mass.sum(axis=0)
+    scores: Scores = said.mean(axis=(1, 2))
+    return scores
 
 
 def _log_sum_exp(logits: Floats) -> Scores:

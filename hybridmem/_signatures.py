@@ -123,15 +123,17 @@ class Signatures:
             )
 
     def by_norm(
-        self, table: EntryTable, ids: npt.NDArray[np.uint64], distances: npt.NDArray[np.uint32]
+        self,
+        ids: npt.NDArray[np.uint64],
+        distances: npt.NDArray[np.uint32],
+        paddings: npt.NDArray[np.uint32],
     ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint32]]:
         """Order entries by the norm of their centred mean key times a cosine.
 
         It is the cosine that the distance stands for: sign bits of a random projection differ with
-        probability angle / pi (M. Charikar, STOC 2002).
+        probability angle / pi (M. Charikar, STOC 2002). The paddings hold the norms.
         """
-        rows = np.searchsorted(table.column("entry_id"), ids)
-        norms = np.nan_to_num(table.columns["padding"][rows].view(np.float32).astype(np.float64))
+        norms = np.nan_to_num(paddings.view(np.float32).astype(np.float64))
         estimates = norms * np.cos(np.pi * distances / self.spec.bits)
         order = np.lexsort((ids, -estimates))
         return ids[order], distances[order]

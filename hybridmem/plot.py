@@ -5,17 +5,19 @@ Each function draws into the axes it is given, or into new ones, and returns the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hybridmem.report.facts import Facts, gather
+from hybridmem.results import Audit
 from hybridmem.store import Store
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["growth", "importance", "layers", "neighbours", "similarity"]
+__all__ = ["audit", "growth", "importance", "layers", "neighbours", "similarity"]
 
 
 def _axes(ax: Axes | None) -> Any:
@@ -110,5 +112,37 @@ def neighbours(source: Store | Facts, layer_idx: int, ax: Axes | None = None) ->
     shown = axes.scatter(*layer.places.T, c=np.arange(len(layer.compared)), s=18, zorder=2)
     axes.figure.colorbar(shown, ax=axes, label="age: the newest last")
     axes.set(title=f"Neighbours in layer {layer_idx}", xticks=[], yticks=[])
+    drawn: Axes = axes
+    return drawn
+
+
+def audit(found: Audit | Sequence[Audit], ax: Axes | None = None) -> Axes:
+    """Draw what `Store.audit` found: recall by ranking, for each way to score the keys.
+
+    Parameters
+    ----------
+    found : Audit or sequence of Audit
+        Of several layers the mean is drawn, and each layer as a dot.
+    ax : matplotlib.axes.Axes, optional
+    """
+    layers = [found] if isinstance(found, Audit) else list(found)
+    means = [one.mean() for one in layers]
+    rankings = list(dict.fromkeys(name for one in means for name in one))
+    truths = list(means[0][rankings[0]])
+    axes = _axes(ax)
+    if ax is None:
+        axes.figure.set_size_inches(8, 0.6 + 0.45 * len(rankings))
+    thickness = 0.8 / len(truths)
+    for number, truth in enumerate(truths):
+        places = np.arange(len(rankings)) + (number - (len(truths) - 1) / 2) * thickness
+        values = [[one[name][truth] for one in means if name in one] for name in rankings]
+        axes.barh(places, [np.mean(each) for each in values], thickness, label=truth)
+        if len(layers) > 1:
+            dots = [(x, y) for y, each in zip(places, values, strict=True) for x in each]
+            axes.scatter(*np.array(dots).T, s=6, color="0.3", zorder=3)
+    axes.set_yticks(range(len(rankings)), rankings)
+    axes.invert_yaxis()
+    axes.legend(title="keys scored by")
+    axes.set(xlim=(0, 1), xlabel=f"recall of the best {layers[0].top_k}", title="Audit")
     drawn: Axes = axes
     return drawn

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Entry", "Fault", "Hit", "Report", "Stats"]
+__all__ = ["Audit", "Entry", "Fault", "Hit", "Report", "Stats"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -164,3 +164,38 @@ class Report:
     def ok(self) -> bool:
         """Whether everything verifies."""
         return not self.faults
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Audit:
+    """How much of what a brute force over the keys of a layer finds each ranking finds too.
+
+    Attributes
+    ----------
+    layer_idx : int
+    entries, queries : int
+        How many were compared.
+    top_k : int
+        Entries that each ranking returns.
+    other_keys : int
+        Entries whose signatures were made of other keys than those compared (`index_keys`): if
+        there are many, recall against these keys says little.
+    recall : dict of str to dict of str to float64 array, shape (queries,)
+        By ranking, by what brute force scored the keys by ("pooled", "tokens" or "late", as
+        `rerank` of `query` does), for each query: the share of the best `top_k` of all entries that
+        are among the first `top_k` of the ranking. For "random" its expectation.
+    """
+
+    layer_idx: int
+    entries: int
+    queries: int
+    top_k: int
+    other_keys: int
+    recall: dict[str, dict[str, npt.NDArray[np.float64]]] = dataclasses.field(repr=False)
+
+    def mean(self) -> dict[str, dict[str, float]]:
+        """Return the mean recall over queries, by ranking and by what brute force scored by."""
+        return {
+            ranking: {truth: float(each.mean()) for truth, each in by_truth.items()}
+            for ranking, by_truth in self.recall.items()
+        }

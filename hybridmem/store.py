@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
-
-import numpy as np
 
 from hybridmem import _arrays, _chunks, _commit, _snapshot, _wear
 from hybridmem._background import Background
@@ -20,7 +18,6 @@ from hybridmem._fileio import Directory
 from hybridmem._finding import Finder
 from hybridmem._limits import Limits
 from hybridmem._manifest import Calibration
-from hybridmem._reading import Floats
 from hybridmem._signatures import first_mean
 from hybridmem.errors import ReadOnlyError, StoreFullError, StoreIOError
 from hybridmem.hdc import mean_pool
@@ -243,12 +240,14 @@ class Store(Finder):
             if layer in self._signatures.centres:
                 raise ValueError(f"layer {layer} is calibrated already, and its means are frozen")
             self.flush()
+            rows = self._table.alive_rows(layer)
             if given[0] is None:
-                given[0] = first_mean(keys for _, keys, _ in self._signed_entries(layer))
+                given[0] = first_mean(keys for _, keys, _ in self._signed_entries(rows, self._keys))
             calibration = Calibration(layer, *(Calibration.pack(mean) for mean in given))
             before = writer.calibration
             after = Calibration.joined(before, calibration)
-            signed = self._signatures.made_anew(after, layer, self._signed_entries(layer))
+            entries = self._signed_entries(rows, self._keys)
+            signed = self._signatures.made_anew(after, layer, entries)
             writer.calibration = after
             try:
                 if signed:
@@ -260,13 +259,6 @@ class Store(Finder):
                 raise
             self._signatures.clear()
             self._signatures.calibrate(after)
-
-    def _signed_entries(self, layer: int) -> Iterator[tuple[int, Floats, Bytes]]:
-        """Yield id, stored keys and signature of each entry of a layer."""
-        ids = self._table.column("entry_id")
-        for rows, signatures in self._table.signatures(self._table.alive_rows(layer)):
-            for row, signature in zip(rows.tolist(), signatures, strict=True):
-                yield int(ids[row]), np.ascontiguousarray(self._keys(row)), signature
 
     # -- removing ---------------------------------------------------------------------------------
 

@@ -47,6 +47,22 @@ def test_figures_of_a_store(store: hybridmem.Store) -> None:
     assert np.allclose(places, facts.layers[1].places)
 
 
+def test_recall_of_an_audit(store: hybridmem.Store) -> None:
+    queries = np.random.default_rng(4).normal(size=(5, 16))
+    found = [store.audit(queries, layer, 2) for layer in (0, 1)]
+    axes = plot.audit(found)
+    names = [label.get_text() for label in axes.get_yticklabels()]
+    truths = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert names == list(found[0].recall)
+    assert truths == ["pooled", "tokens", "late"]
+    drawn = np.array([bar.get_width() for bar in axes.patches]).reshape(len(truths), len(names))
+    for row, truth in zip(drawn, truths, strict=True):
+        for width, name in zip(row, names, strict=True):
+            assert width == pytest.approx(np.mean([one.mean()[name][truth] for one in found]))
+    assert len(axes.collections[0].get_offsets()) == len(names) * 2
+    assert plot.audit(found[0]).get_xlabel() == "recall of the best 2"
+
+
 def test_given_axes_are_drawn_into(store: hybridmem.Store) -> None:
     from matplotlib import pyplot
 
