@@ -10,7 +10,7 @@ release = hybridmem.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.doctest"]
 exclude_patterns = ["_build"]
 myst_heading_anchors = 3
-# Types in docstrings are prose, "array_like of float, shape (n, embed_dim)"; other references resolve.
+# Types in docstrings are prose, "array_like of float, shape (n, embed_dim)".
 nitpick_ignore_regex = [("py:class", ".*")]
 suppress_warnings = ["misc.highlighting_failure"]
 
