@@ -53,6 +53,10 @@ def is_temporary(name: str) -> bool:
     return name.startswith(_TMP_PREFIX) and name.endswith(_TMP_SUFFIX)
 
 
+def _temporary_name() -> str:
+    return f"{_TMP_PREFIX}{secrets.token_hex(8)}{_TMP_SUFFIX}"
+
+
 def _again(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Make a call that a signal may interrupt before it has done anything."""
     for _ in range(_MAX_INTERRUPTIONS):
@@ -295,7 +299,7 @@ class Directory:
 
         The file is removed again if anything fails.
         """
-        name = f"{_TMP_PREFIX}{secrets.token_hex(8)}{_TMP_SUFFIX}"
+        name = _temporary_name()
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OPEN_FLAGS
         try:
             fd = _again(lambda: calls.open(name, flags, 0o666, self._fd))
@@ -401,6 +405,42 @@ class Directory:
         except OSError:
             return False  # an orphan: the next writer removes it when it opens
         return True
+
+    # -- directories beside each other ------------------------------------------------------------
+
+    def link(self, name: str, target: Directory) -> None:
+        """Give a file the same name in another directory of the same file system too."""
+        try:
+            _again(lambda: calls.link(name, self._fd, target._fd))
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise _failure(error, f"linking {self.path / name} into {target.path}") from error
+
+    def make_temporary_directory(self) -> Directory:
+        """Make a directory in this one, under a name of its own."""
+        path = self.path / _temporary_name()
+        try:
+            _again(lambda: calls.mkdir(os.fspath(path), 0o777))
+            try:
+                return Directory(path)
+            except BaseException:
+                self._rmdir(path.name)
+                raise
+        except OSError as error:
+            raise _failure(error, f"making a directory in {self.path}") from error
+
+    def remove_directory(self, directory: Directory) -> None:
+        """Remove a directory of this one with its files, as far as that goes; it is closed."""
+        with contextlib.suppress(StoreIOError):
+            for name in directory.names():
+                directory.remove(name)
+        directory.close()
+        self._rmdir(directory.path.name)
+
+    def _rmdir(self, name: str) -> None:
+        with contextlib.suppress(OSError):
+            _again(lambda: calls.rmdir(name, self._fd))
 
     # -- pieces -----------------------------------------------------------------------------------
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import warnings
 import weakref
 from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from hybridmem import _arrays, _snapshot, _wear
+from hybridmem import _arrays, _copies, _snapshot, _wear
 from hybridmem._codec import Codec, Tensor
 from hybridmem._entries import EntryTable
 from hybridmem._fileio import Directory
@@ -232,6 +234,41 @@ class Reader:
             if changed:
                 self._take(manifest, table)
             return changed
+
+    def snapshot(self, path: str | os.PathLike[str], *, copy: bool = False) -> None:
+        """Make a store of its own, at `path`, of what is committed.
+
+        What this object reads is what it holds: the last commit of a writer, the snapshot of a
+        reader. Shards are hard links and take no space, whatever becomes of this store; records
+        and index.json are copied. It has the ids, and the `store_id`, of this store. What is
+        deleted here stays in it. After a crash it is complete or not there.
+
+        Parameters
+        ----------
+        path : path
+            There must be nothing yet.
+        copy : bool, default False
+            Copy the shards: for another file system, and for a copy that shares no file.
+
+        Raises
+        ------
+        StoreExistsError
+            If there is something at `path`.
+        StoreIOError
+            If a file could not be linked or written.
+        SnapshotGoneError
+            If the writer has removed a shard of this reader's snapshot: `refresh` and try again.
+        """
+        target = Path(os.path.abspath(os.fspath(path)))
+        with self._last_commit() as (manifest, table):
+            _copies.snapshot(self._directory, manifest, table, target, copy=copy)
+
+    @contextlib.contextmanager
+    def _last_commit(self) -> Iterator[tuple[Manifest, EntryTable]]:
+        """Yield what is committed, and keep it from changing."""
+        with self._lock:
+            self._check_open()
+            yield self._manifest, self._table
 
     def close(self) -> None:
         """Close; a second close does nothing. Arrays that were handed out stay valid."""

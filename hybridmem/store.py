@@ -5,19 +5,19 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from hybridmem import _arrays, _chunks, _commit, _snapshot, _wear
 from hybridmem._background import Background
 from hybridmem._chunks import Chunk
 from hybridmem._codec import Tensor
-from hybridmem._entries import Bytes
+from hybridmem._entries import Bytes, EntryTable
 from hybridmem._eviction import lowest_rows
 from hybridmem._fileio import Directory
 from hybridmem._finding import Finder
 from hybridmem._limits import Limits
-from hybridmem._manifest import Calibration
+from hybridmem._manifest import Calibration, Manifest
 from hybridmem._signatures import first_mean
 from hybridmem.errors import ReadOnlyError, StoreFullError, StoreIOError
 from hybridmem.hdc import mean_pool
@@ -431,6 +431,13 @@ class Store(Finder):
                 self._evict(writer, row)
             writer.flush(self.config)
             self._manifest = writer.manifest
+
+    @contextlib.contextmanager
+    def _last_commit(self) -> Iterator[tuple[Manifest, EntryTable]]:
+        # Puts and queries go on: they change neither what is committed nor its records.
+        with self._commit_lock:
+            self._check_open()
+            yield self._manifest, self._table
 
     def refresh(self) -> bool:
         if self.mode == "r":

@@ -19,7 +19,7 @@ pytest.importorskip("click", reason="needs click: pip install 'hybridmem[cli]'")
 
 from click.testing import CliRunner, Result
 
-from hybridmem._commands import commands
+from hybridmem._commands import commands, move
 from hybridmem._text import age, plural, seconds, size
 from hybridmem.report.facts import eviction_order
 
@@ -272,6 +272,42 @@ def test_bench_measures_in_a_store_that_it_takes_away(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     lines = run("bench", *sizes).stdout.splitlines()
     assert [line.split("  ")[0] for line in lines][:3] == ["entry", "put", "all puts and flush"]
+
+
+def test_snapshot_makes_a_store_of_what_is_committed(store: Path, tmp_path: Path) -> None:
+    with hybridmem.open(store) as writer:
+        writer.delete(1)
+        told = document("snapshot", store, tmp_path / "snap")
+    listed = document("ls", tmp_path / "snap")
+    assert (told["entries"], told["copied"]) == (ENTRIES - 2, False)
+    assert listed["total"] == ENTRIES - 2
+    assert os.path.samefile(
+        store / "shard_0000.safetensors", tmp_path / "snap" / "shard_0000.safetensors"
+    )
+    assert "exists" in run("snapshot", store, tmp_path / "snap", code=1).stderr
+    said = run("snapshot", store, tmp_path / "copy", "--copy").stdout
+    assert said == f"{tmp_path / 'copy'} has 27 entries of generation 4\n"
+    assert not os.path.samefile(
+        store / "shard_0000.safetensors", tmp_path / "copy" / "shard_0000.safetensors"
+    )
+
+
+def test_snapshot_follows_a_writer_that_compacts(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def opened(path: str, io: str = "mmap") -> hybridmem.Store:
+        reader = hybridmem.open(path, mode="r", io=io)
+        with hybridmem.open(path) as writer:  # the reader's shards go away
+            writer.compact()
+        seen.append(reader.stats().generation)
+        return reader
+
+    monkeypatch.setattr(move, "read_store", opened)
+    told = document("snapshot", store, tmp_path / "snap")
+    assert told["generation"] > seen[0]
+    assert document("verify", tmp_path / "snap")["ok"]
 
 
 def flip(path: Path, offset: int) -> None:

@@ -155,6 +155,14 @@ class Recorder(Hooked):
             parent = self._open[dir_fd]
             self._note(Rename(parent, dst, self._live.directories[parent][src], src))
 
+    def _on_link(self, _: None, name: str, src_dir_fd: int, dst_dir_fd: int) -> None:
+        if dst_dir_fd in self._open:
+            target = self._live.directories[self._open[src_dir_fd]][name]
+            self._note(Link(self._open[dst_dir_fd], name, target, is_directory=False))
+
+    def _on_rmdir(self, _: None, name: str, dir_fd: int) -> None:
+        self._on_unlink(_, name, dir_fd)
+
     def _on_unlink(self, _: None, name: str, dir_fd: int) -> None:
         if dir_fd in self._open:
             self._note(Unlink(self._open[dir_fd], name))

@@ -1,0 +1,119 @@
+"""Copies of stores, cut short anywhere: what has the name is whole, and the store is as it was."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hybridmem
+from hybridmem.testing import Faults, Recorder, crash_states, installed
+
+from .book import Book, State, read
+from .crashes import Scratch, describe, found_in
+from .faults import descriptors, kinds
+from .histories import CONFIG
+
+Make = Callable[[Any, Path], None]
+
+
+def _linked(store: Any, path: Path) -> None:
+    store.snapshot(path)
+
+
+def _copied(store: Any, path: Path) -> None:
+    store.snapshot(path, copy=True)
+
+
+MAKERS: dict[str, Make] = {"linked": _linked, "copied": _copied}
+
+
+@pytest.fixture
+def scratch() -> Iterator[Scratch]:
+    scratch = Scratch()
+    yield scratch
+    scratch.remove()
+
+
+def base(root: Path) -> tuple[Any, State]:
+    """A store of some shards with a dead record."""
+    book = Book()
+    store = hybridmem.create(root / "mem", shard_max_bytes=800, **CONFIG)
+    for i in range(5):
+        book.put(store, importance=1 + i)
+    store.flush()
+    store.delete(2)
+    book.drop([2])
+    store.flush()
+    state = book.commit()
+    return store, state
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_power_cut(maker: str, scratch: Scratch) -> None:
+    root = scratch.new()
+    store, state = base(root)
+    store.close()
+    recorder = Recorder(root)
+    with installed(recorder), hybridmem.open(root / "mem") as store:
+        MAKERS[maker](store, root / "to" / "snap")
+        recorder.mark("done")
+    whole = states = 0
+    for number, crash in enumerate(crash_states(recorder, limit=64)):
+        if number % 3 and crash.mark != "done":
+            continue
+        states += 1
+        there = scratch.new()
+        crash.build(there)
+        copy = there / "to" / "snap"
+        try:
+            if copy.exists():
+                assert found_in(copy, "r", [state]) is state
+                whole += 1
+            else:
+                assert crash.mark != "done"
+                with hybridmem.open(there / "mem") as again:
+                    MAKERS[maker](again, copy)
+                assert found_in(copy, "r+", [state]) is state
+            assert found_in(there / "mem", "r+", [state]) is state
+        except (AssertionError, hybridmem.HybridMemError) as error:
+            raise AssertionError(f"{describe(crash)}: {error!r}") from error
+        shutil.rmtree(there)
+    assert states > 20
+    assert 0 < whole < states
+
+
+@pytest.mark.parametrize(("kind", "forever"), list(kinds()))
+@pytest.mark.parametrize("maker", MAKERS)
+def test_the_kth_call_fails(maker: str, kind: str, forever: bool, scratch: Scratch) -> None:
+    at = 0
+    while True:
+        root = scratch.new()
+        before = descriptors()
+        store, state = base(root)
+        faults = Faults(at, kind, forever=forever)
+        failed = False
+        with installed(faults):
+            try:
+                MAKERS[maker](store, root / "snap")
+            except hybridmem.HybridMemError:
+                failed = True
+        where = f"call {at}, {faults.names[-1:]}"
+        assert failed or (root / "snap").exists(), where
+        if (root / "snap").exists():
+            assert found_in(root / "snap", "r", [state]) is state, where
+        elif not forever:
+            assert os.listdir(root) == ["mem"], where
+        assert len(read(store)) == 4
+        store.close()
+        assert found_in(root / "mem", "r", [state]) is state, where
+        shutil.rmtree(root)
+        assert descriptors() == before, f"{where}: descriptors are not given back"
+        if not faults.fired and len(faults.names) <= at:
+            assert at > 10
+            return
+        at += 3
