@@ -1,0 +1,151 @@
+"""One writer beside eight processes that read: no reader ever sees a mixture of two commits."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import hybridmem
+
+READERS = 8
+Floats = NDArray[np.float32]
+
+
+def content(entry_id: int) -> tuple[Floats, Floats]:
+    keys = np.full((1 + entry_id % 3, 8), entry_id, np.float32)
+    return keys, keys + np.float32(0.5)
+
+
+def check(entry: Any) -> None:
+    keys, values = content(entry.entry_id)
+    assert entry.keys.tobytes() == keys.tobytes(), f"keys of entry {entry.entry_id}"
+    assert entry.values.tobytes() == values.tobytes(), f"values of entry {entry.entry_id}"
+
+
+def _fingerprint(ids: list[int]) -> int:
+    return hash(tuple(ids))  # of integers: the same in every process
+
+
+def reader(path: Path, seed: int, reads: int, end: float) -> dict[str, Any]:
+    """Read at random; return which commits were seen and how much was read."""
+    rng = random.Random(seed)
+    seen: dict[int, int] = {}
+    held: list[Any] = []
+    count = gone = 0
+    while count < reads and time.monotonic() < end:
+        io = rng.choice(["mmap", "mmap", "pread"])
+        with hybridmem.open(path, "r", io=io) as store:
+            for _ in range(rng.randrange(1, 20)):
+                try:
+                    count += _look(store, rng, seen, held)
+                except hybridmem.SnapshotGoneError:
+                    gone += 1
+                store.refresh()
+        if len(held) > 200:
+            for entry in held:  # their shards are gone, their bytes are not
+                check(entry)
+            count += len(held)
+            held.clear()
+    for entry in held:
+        check(entry)
+    return {"reads": count + len(held), "gone": gone, "seen": list(seen.items())}
+
+
+def _look(store: Any, rng: random.Random, seen: dict[int, int], held: list[Any]) -> int:
+    """Read what one commit holds; return the number of entries that were read."""
+    generation, ids = store.stats().generation, list(store)
+    fingerprint = _fingerprint(ids)
+    assert seen.setdefault(generation, fingerprint) == fingerprint, "one commit, two contents"
+    chosen = rng.sample(ids, min(len(ids), 40))
+    for entry_id in chosen:
+        check(store.get(entry_id))
+    query = np.full(8, rng.choice([-1.0, 1.0]), np.float32)
+    hits = store.query(query, rng.randrange(2), 5)
+    for hit in hits:
+        check(hit)
+        assert hit.entry_id in ids
+    held += hits[:1]
+    assert store.stats().generation == generation
+    return len(chosen) + len(hits)
+
+
+def change(store: Any, rng: random.Random, log: set[int]) -> None:
+    """Change the store and commit; note which ids a commit may hold."""
+    for _ in range(rng.randrange(1, 6)):
+        entry_id = store._writer.next_entry_id
+        assert store.put(*content(entry_id), entry_id % 2, 1 + entry_id % 7) == entry_id
+    kind = rng.choice(["flush", "flush", "delete", "evict", "compact"])
+    if kind == "delete":
+        store.delete(rng.choice(list(store)))
+    log.add(_fingerprint(list(store)))
+    store.flush()
+    if kind == "evict":
+        store.evict(max(1, min(60, len(store) - 3)))
+    elif kind == "compact":
+        store.compact()
+    log.add(_fingerprint(list(store)))
+
+
+def run(path: Path, reads: int, *, seconds: float = 3600, seed: int = 0) -> dict[str, int]:
+    """Let eight processes read so often in all while one writes; check what they saw."""
+    rng = random.Random(seed)
+    end = time.monotonic() + seconds
+    hybridmem.create(path, embed_dim=8, hdc_dim=256, shard_max_bytes=3000).close()
+    running = {}
+    for number in range(READERS):
+        child, told = _started(path, seed + number, -(-reads // READERS), end)
+        running[child] = told
+    log = {_fingerprint([])}
+    commits, answers = 0, []
+    try:
+        with hybridmem.open(path) as store:
+            while running:
+                change(store, rng, log)
+                commits += 1
+                for child in list(running):
+                    if os.waitpid(child, os.WNOHANG)[0]:
+                        with os.fdopen(running.pop(child)) as pipe:
+                            answers.append(json.loads(pipe.read() or "null"))
+    finally:
+        for child in running:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+    assert all(answers), "a reader failed"
+    seen: dict[int, int] = {}
+    for answer in answers:
+        for generation, fingerprint in answer["seen"]:
+            assert fingerprint in log, f"commit {generation} is a mixture"
+            assert seen.setdefault(generation, fingerprint) == fingerprint, "readers differ"
+    return {
+        "readers": READERS,
+        "reads": sum(answer["reads"] for answer in answers),
+        "snapshots": sum(len(answer["seen"]) for answer in answers),
+        "gone": sum(answer["gone"] for answer in answers),
+        "commits": commits,
+    }
+
+
+def _started(path: Path, seed: int, reads: int, end: float) -> tuple[int, int]:
+    """Start a reader; return its process and the end of a pipe on which it answers."""
+    told, tells = os.pipe()
+    child = os.fork()
+    if child:
+        os.close(tells)
+        return child, told
+    try:
+        os.close(told)
+        with os.fdopen(tells, "w") as pipe:
+            json.dump(reader(path, seed, reads, end), pipe)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(0)
