@@ -35,47 +35,67 @@ def _fingerprint(ids: list[int]) -> int:
     return hash(tuple(ids))  # of integers: the same in every process
 
 
+class Watch:
+    """What a reader has seen.
+
+    Attributes
+    ----------
+    reads, gone : int
+        Entries that were read, and how often the writer had removed their shard before.
+    seen : dict of int to int
+        Fingerprints of the ids of each commit.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.reads = self.gone = 0
+        self.seen: dict[int, int] = {}
+        self._held: list[Any] = []
+
+    def look(self, store: Any) -> None:
+        """Read at random of one commit."""
+        rng = self.rng
+        generation, ids = store.stats().generation, list(store)
+        fingerprint = _fingerprint(ids)
+        assert self.seen.setdefault(generation, fingerprint) == fingerprint, (
+            "one commit, two contents"
+        )
+        try:
+            for entry_id in sorted(rng.choices(ids, k=200)) if ids else ():
+                check(store.get(entry_id))
+                self.reads += 1
+            query = np.full(8, rng.choice([-1.0, 1.0]), np.float32)
+            hits = store.query(query, rng.randrange(2), 5)
+        except hybridmem.SnapshotGoneError:
+            self.gone += 1
+            return
+        for hit in hits:
+            check(hit)
+            assert hit.entry_id in ids
+            self.reads += 1
+        self._held += hits[:1]
+        if len(self._held) > 100:
+            self.check_held()
+
+    def check_held(self) -> None:
+        """Look at views again whose shards are long gone."""
+        for entry in self._held:
+            check(entry)
+            self.reads += 1
+        self._held.clear()
+
+
 def reader(path: Path, seed: int, reads: int, end: float) -> dict[str, Any]:
-    """Read at random; return which commits were seen and how much was read."""
-    rng = random.Random(seed)
-    seen: dict[int, int] = {}
-    held: list[Any] = []
-    count = gone = 0
-    while count < reads and time.monotonic() < end:
-        io = rng.choice(["mmap", "mmap", "pread"])
-        with hybridmem.open(path, "r", io=io) as store:
-            for _ in range(rng.randrange(1, 20)):
-                try:
-                    count += _look(store, rng, seen, held)
-                except hybridmem.SnapshotGoneError:
-                    gone += 1
+    """Read until it is enough; return which commits were seen and how much was read."""
+    watch = Watch(seed)
+    while watch.reads < reads and time.monotonic() < end:
+        io, max_open = watch.rng.choice([("mmap", 64), ("mmap", 2), ("pread", 64)])
+        with hybridmem.open(path, "r", io=io, max_open_shards=max_open) as store:
+            for _ in range(watch.rng.randrange(1, 20)):
+                watch.look(store)
                 store.refresh()
-        if len(held) > 200:
-            for entry in held:  # their shards are gone, their bytes are not
-                check(entry)
-            count += len(held)
-            held.clear()
-    for entry in held:
-        check(entry)
-    return {"reads": count + len(held), "gone": gone, "seen": list(seen.items())}
-
-
-def _look(store: Any, rng: random.Random, seen: dict[int, int], held: list[Any]) -> int:
-    """Read what one commit holds; return the number of entries that were read."""
-    generation, ids = store.stats().generation, list(store)
-    fingerprint = _fingerprint(ids)
-    assert seen.setdefault(generation, fingerprint) == fingerprint, "one commit, two contents"
-    chosen = rng.sample(ids, min(len(ids), 40))
-    for entry_id in chosen:
-        check(store.get(entry_id))
-    query = np.full(8, rng.choice([-1.0, 1.0]), np.float32)
-    hits = store.query(query, rng.randrange(2), 5)
-    for hit in hits:
-        check(hit)
-        assert hit.entry_id in ids
-    held += hits[:1]
-    assert store.stats().generation == generation
-    return len(chosen) + len(hits)
+    watch.check_held()
+    return {"reads": watch.reads, "gone": watch.gone, "seen": list(watch.seen.items())}
 
 
 def change(store: Any, rng: random.Random, log: set[int]) -> None:
@@ -99,7 +119,7 @@ def run(path: Path, reads: int, *, seconds: float = 3600, seed: int = 0) -> dict
     """Let eight processes read so often in all while one writes; check what they saw."""
     rng = random.Random(seed)
     end = time.monotonic() + seconds
-    hybridmem.create(path, embed_dim=8, hdc_dim=256, shard_max_bytes=3000).close()
+    hybridmem.create(path, embed_dim=8, hdc_dim=256, shard_max_bytes=5000).close()
     running = {}
     for number in range(READERS):
         child, told = _started(path, seed + number, -(-reads // READERS), end)

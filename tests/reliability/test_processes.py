@@ -41,9 +41,10 @@ def test_a_mixture_of_two_commits_is_found() -> None:
         def query(self, *_: Any) -> Any:
             return []
 
-    seen: dict[int, int] = {1: hash((1, 2))}
+    watch = readers.Watch(1)
+    watch.seen[1] = hash((1, 2))
     with pytest.raises(AssertionError, match="two contents"):
-        readers._look(Mixed(), random.Random(1), seen, [])
+        watch.look(Mixed())
 
 
 def test_sixteen_threads_on_one_store(tmp_path: Path) -> None:
