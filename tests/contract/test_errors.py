@@ -16,7 +16,7 @@ from reader import record_size, safetensors_header
 
 import hybridmem
 
-from .helpers import contents, fill, pair, shard_of, shards
+from .helpers import contents, fill, pair, photograph, shard_of, shards
 
 NAMES = [
     "StoreExistsError",
@@ -254,6 +254,25 @@ def test_a_failing_disk(
     with hybridmem.open(store.path) as again:
         assert list(again)[:2] == [1, 2]
         fill(again, rng, 1)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+def test_after_a_failed_write_close_only_releases(
+    number: int, store: Any, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the disk would take it by now."""
+    fill(store, rng, 2)
+    store.flush()
+    fill(store, rng, 2)
+    failing_writes(monkeypatch, number)
+    with pytest.raises(hybridmem.StoreIOError if number == errno.EIO else hybridmem.StoreFullError):
+        store.flush()
+    monkeypatch.undo()
+    before = photograph(Path(store.path))
+    store.close()
+    assert photograph(Path(store.path)) == before
+    with hybridmem.open(store.path) as again:
+        assert list(again) == [1, 2]
 
 
 def test_an_error_of_a_background_flush_comes_with_the_next_call_that_writes(

@@ -204,6 +204,33 @@ def test_ten_thousand_gets_leak_nothing(
     assert after[1:] <= before[1:]
 
 
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux")
+@pytest.mark.parametrize("mode", ["r", "r+"])
+def test_keys_and_values_never_become_resident(
+    mode: str, new_store: Callable[..., Any], rng: np.random.Generator
+) -> None:
+    """Puts and queries that touch 48 MB of them leave a small part in memory of our own."""
+    store = new_store(embed_dim=256, shard_max_bytes=2**22)
+    row = rng.standard_normal((16, 256)).astype(np.float32)
+    store.put(row, row, layer_idx=0)
+    store.flush()
+    before = anonymous_bytes()
+    for i in range(1, 1500):
+        store.put(np.roll(row, i, axis=1), row, layer_idx=i % 2)
+    store.flush()
+    assert anonymous_bytes() - before < 12 * 2**20
+    if mode == "r":
+        store.close()
+        store = hybridmem.open(store.path, mode="r")
+    seen = set()
+    for i in range(1000):
+        query = np.roll(row, i, axis=1)
+        seen.update(hit.entry_id for hit in store.query(query, layer_idx=i % 2, top_k=5))
+    store.close()
+    assert len(seen) > 1000
+    assert anonymous_bytes() - before < 12 * 2**20
+
+
 def test_import_loads_no_framework() -> None:
     loaded = run_python(
         "import sys, hybridmem\n"

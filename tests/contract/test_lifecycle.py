@@ -119,12 +119,15 @@ CALLS: dict[str, Callable[[Any], object]] = {
     "delete": lambda s: s.delete(1),
     "query": lambda s: s.query(ROW, layer_idx=0),
     "query_many": lambda s: s.query_many([ROW], layer_idx=0),
+    "query_stored": lambda s: s.query_stored(ROW, layer_idx=0),
+    "attend": lambda s: hybridmem.attend(ROW, s, layer_idx=0),
     "augmented_kv": lambda s: hybridmem.augmented_kv(ROW, ROW, ROW, s, layer_idx=0),
     "evict": lambda s: s.evict(0),
     "compact": lambda s: s.compact(),
     "calibrate": lambda s: s.calibrate(0, keys=ROW),
     "flush": lambda s: s.flush(),
     "refresh": lambda s: s.refresh(),
+    "snapshot": lambda s: s.snapshot(f"{s.path}-copy"),
     "stats": lambda s: s.stats(),
     "entries": lambda s: s.entries,
     "len": len,
@@ -132,6 +135,12 @@ CALLS: dict[str, Callable[[Any], object]] = {
     "in": lambda s: 1 in s,
     "with": lambda s: s.__enter__(),
 }
+
+
+def test_no_call_is_forgotten() -> None:
+    public = {name for name in dir(hybridmem.Store) if not name.startswith("_")}
+    methods = {name for name in public if callable(getattr(hybridmem.Store, name))}
+    assert methods - {"close"} <= CALLS.keys()
 
 
 @pytest.mark.parametrize("mode", ["r", "r+"])

@@ -140,6 +140,7 @@ def test_a_lowered_max_entries_takes_effect_at_the_next_put_or_flush(
     store.close()
     with hybridmem.open(store.path, max_entries=6) as again:
         assert again.config.max_entries == 6
+        assert len(again) == len(again.entries) == 20
         if step == "put":
             fill(again, rng, 1)
             assert list(again) == [16, 17, 18, 19, 20, 21]
@@ -360,6 +361,25 @@ def test_both_limits_at_once(new_store: Callable[..., Any], rng: np.random.Gener
         if i % 5 == 0:
             store.flush()
             assert directory_bytes(Path(store.path)) <= 60_000
+
+
+def test_max_disk_bytes_counts_every_file_of_the_directory(
+    new_store: Callable[..., Any], rng: np.random.Generator
+) -> None:
+    """A file that someone else put there takes its part of the limit."""
+    store = new_store(max_disk_bytes=100_000, shard_max_bytes=8000)
+    path = Path(store.path)
+    fill(store, rng, 60, n=4)
+    store.flush()
+    kept = len(store)
+    (path / "notes.txt").write_bytes(b"x" * 50_000)
+    assert store.stats().disk_bytes == directory_bytes(path)
+    fill(store, rng, 1, n=4)
+    store.flush()
+    assert directory_bytes(path) <= 100_000
+    assert store.stats().disk_bytes == directory_bytes(path)
+    assert 0 < len(store) < kept
+    assert (path / "notes.txt").stat().st_size == 50_000
 
 
 # --- shard_max_bytes, max_open_shards ------------------------------------------------------------

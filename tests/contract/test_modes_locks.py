@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import hybridmem
+from hybridmem import _snapshot
 
 from .helpers import contents, fill, hit_bytes, pair, photograph, run_python
 
@@ -166,6 +167,42 @@ def test_a_snapshot_survives_compaction_or_says_it_is_gone(
         reader.refresh()
         assert contents(reader) == contents(store)
         assert len(reader.query(pair(rng, 1)[0], 0, 100)) == 42
+
+
+@pytest.mark.parametrize("call", ["open", "refresh"])
+@pytest.mark.parametrize("commits", [1, 3])
+def test_a_reader_that_meets_commits_in_progress_reads_again(
+    commits: int,
+    call: str,
+    new_store: Callable[..., Any],
+    rng: np.random.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Between its looks at index.json and at the other files the writer compacts."""
+    store = new_store(shard_max_bytes=4096)
+    fill(store, rng, 40)
+    store.flush()
+    reader = hybridmem.open(store.path, mode="r")
+    fill(store, rng, 1)
+    store.flush()
+    read, left = _snapshot.read_manifest, [30, 20, 10][:commits]
+
+    def then_compacted(directory: Any) -> Any:
+        manifest = read(directory)
+        if left:
+            store.evict(left.pop(0))
+            store.compact()
+        return manifest
+
+    monkeypatch.setattr(_snapshot, "read_manifest", then_compacted)
+    if call == "open":
+        reader.close()
+        reader = hybridmem.open(store.path, mode="r")
+    else:
+        reader.refresh()
+    with reader:
+        assert not left
+        assert contents(reader) == contents(store)
 
 
 def test_refresh_of_a_writer_loses_nothing(store: Any, rng: np.random.Generator) -> None:

@@ -136,6 +136,18 @@ def test_sub_signatures_score_by_token(
     assert store.query(long[4:], layer_idx=1)[0].score < 1.0
 
 
+def test_every_token_of_64_has_its_own_signature(
+    new_store: Callable[..., Any], rng: np.random.Generator
+) -> None:
+    """The configuration that the contract names: 64 signatures of 256 bits in a record."""
+    store = new_store(hdc_dim=16384, signature_tokens=1, signature_bits=256)
+    keys, values = rng.standard_normal((2, 65, 24)).astype(np.float32)
+    store.put(keys, values, layer_idx=0)
+    scores = [hits[0].score for hits in store.query_many(keys, layer_idx=0)]
+    assert scores[:64] == [1.0] * 64
+    assert scores[64] < 1.0
+
+
 @pytest.mark.parametrize("fields", [{}, {"signature_tokens": 1, "signature_bits": 64}], ids=str)
 @pytest.mark.parametrize("top_k", [1, 3, 5, 40, 100, 1000])
 def test_ties_go_to_the_smaller_id(
