@@ -121,6 +121,7 @@ CALLS: dict[str, Callable[[Any], object]] = {
     "query_many": lambda s: s.query_many([ROW], layer_idx=0),
     "query_stored": lambda s: s.query_stored(ROW, layer_idx=0),
     "attend": lambda s: hybridmem.attend(ROW, s, layer_idx=0),
+    "audit": lambda s: s.audit([ROW], layer_idx=0),
     "augmented_kv": lambda s: hybridmem.augmented_kv(ROW, ROW, ROW, s, layer_idx=0),
     "evict": lambda s: s.evict(0),
     "compact": lambda s: s.compact(),
