@@ -50,7 +50,7 @@ class Config:
     signature_tokens : int, default 0
         Tokens per sub-signature; 0 makes one signature of the whole entry.
     signature_bits : int, default 0
-        Bits of a sub-signature, a divisor of `hdc_dim`; 0 is `hdc_dim`.
+        Bits of a sub-signature, a multiple of 64 up to `hdc_dim`; 0 is `hdc_dim`.
     model_id : str, optional
         Any name of the weights that the keys and values come from, of at most 1,024 characters.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,9 @@ from reader import ForeignReader, find_key
 import hybridmem
 
 from .helpers import contents, copy_committed, fill, photograph, shards
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "format.md"
 
 
 def index_of(store: Any) -> dict[str, Any]:
@@ -45,8 +49,19 @@ def test_the_int8_scheme_is_named(new_store: Callable[..., Any]) -> None:
         index.pop("config")
     assert plain["quantization"] is None
     assert quantised["quantization"] == "affine-i8"
-    page = Path(__file__).parents[2] / "docs" / "format.md"
-    assert '`"affine-i8"`' in page.read_text()
+    assert '`"affine-i8"`' in PAGE.read_text()
+
+
+def first_column(heading: str) -> set[str]:
+    """Names in the first column of the table under a heading of the format's page."""
+    section = PAGE.read_text().split(f"\n{heading}\n")[1].split("\n#")[0]
+    cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    return set(re.findall(r"`(\w+)`", " ".join(cells)))
+
+
+def test_the_page_of_the_format_names_every_member(store: Any) -> None:
+    assert first_column("## index.json") == set(index_of(store))
+    assert first_column("### config") == set(index_of(store)["config"])
 
 
 def test_dead_rows_are_named_until_compacted(store: Any, rng: np.random.Generator) -> None:
