@@ -17,7 +17,6 @@ import hybridmem
 
 from .helpers import contents, copy_committed, fill, photograph, shards
 
-
 PAGE = Path(__file__).parents[2] / "docs" / "format.md"
 
 
