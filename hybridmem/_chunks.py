@@ -8,11 +8,21 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hybridmem import _arrays
+from hybridmem import _arrays, _source
 from hybridmem._codec import Codec, Tensor
 from hybridmem._signatures import Signatures
 
-__all__ = ["Chunk", "each", "pairs", "prepare"]
+__all__ = ["Chunk", "Given", "each", "many", "prepare"]
+
+
+class Given(NamedTuple):
+    """A chunk as it was given; `where` stands before the names of arguments in messages."""
+
+    keys: Any
+    values: Any
+    index_keys: Any = None
+    source: Any = None
+    where: str = ""
 
 
 class Chunk(NamedTuple):
@@ -25,23 +35,9 @@ class Chunk(NamedTuple):
     padding: int
 
 
-def prepare(
-    codec: Codec,
-    signatures: Signatures,
-    layer: int,
-    width: int,
-    keys: Any,
-    values: Any,
-    index_keys: Any,
-    where: str = "",
-) -> Chunk:
-    """Check, encode and sign what was put; it is copied, the caller may use its arrays again.
-
-    Parameters
-    ----------
-    where : str
-        Put before the names of the arguments in messages.
-    """
+def prepare(codec: Codec, signatures: Signatures, layer: int, width: int, given: Given) -> Chunk:
+    """Check, encode and sign what was put; it is copied, the caller may use its arrays again."""
+    keys, values, index_keys, source, where = given
     k = _arrays.matrix(keys, f"{where}keys", width, finite=False)
     v = _arrays.matrix(values, f"{where}values", width, finite=False)
     if len(k) != len(v):
@@ -58,12 +54,14 @@ def prepare(
                 f"{where}index_keys must have a row for each of keys, "
                 f"got {list(indexed.shape)} for {list(k.shape)}"
             )
+    if source is not None:
+        tensors.append(_source.encode(source, where))
     nbytes = sum(memoryview(tensor.data).nbytes for tensor in tensors)
     return Chunk(tensors, nbytes, len(k), *signatures.of_entry(layer, indexed))
 
 
-def pairs(entries: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-    """Return what `put_many` was given as a list of (keys, values)."""
+def many(entries: Iterable[tuple[Any, Any]], index_keys: Any, sources: Any) -> list[Given]:
+    """Return what `put_many` was given, entry by entry."""
     try:
         listed = list(entries)
     except TypeError:
@@ -73,7 +71,13 @@ def pairs(entries: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
     for at, pair in enumerate(listed):
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             raise TypeError(f"entries: entry {at} is no (keys, values) pair")
-    return listed
+    nothing = [None] * len(listed)
+    indexed = nothing if index_keys is None else each(index_keys, len(listed), "index_keys")
+    named = nothing if sources is None else each(sources, len(listed), "sources")
+    return [
+        Given(*pair, index, source, f"entry {at}: ")
+        for at, (pair, index, source) in enumerate(zip(listed, indexed, named, strict=True))
+    ]
 
 
 def each(value: Any, n: int, name: str) -> list[Any]:

@@ -16,7 +16,7 @@ import numpy as np
 from hybridmem._codec import Tensor
 from hybridmem._entries import ENTRIES_NAME, Bytes, EntryTable, Rows, dead_ranges
 from hybridmem._fileio import Buffer, Directory, UnknownOutcomeError
-from hybridmem._format import HEAD_BYTES, HEADER_FIXED_BYTES, extend_checksums, shard_name
+from hybridmem._format import HEAD_BYTES, HEADER_FIXED_BYTES, PARTS, extend_checksums, shard_name
 from hybridmem._manifest import INDEX_NAME, Manifest, ShardInfo
 from hybridmem._shards import (
     MAX_SHARD_ENTRIES,
@@ -441,7 +441,7 @@ class Writer:
     def _stored(self, table: EntryTable, rows: Rows) -> Iterator[tuple[int, list[Tensor]]]:
         for row in rows.tolist():
             entry_id = int(table.columns["entry_id"][row])
-            yield entry_id, self._pool.load(int(table.columns["shard_idx"][row]), entry_id)
+            yield entry_id, self._pool.load(int(table.columns["shard_idx"][row]), entry_id, PARTS)
 
     def _all_records(
         self, table: EntryTable, rows: Rows, signed: dict[int, tuple[Bytes, int]], crcs: list[int]

@@ -9,11 +9,14 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
+from hybridmem import _source
 from hybridmem._codec import Codec
 from hybridmem._entries import ENTRIES_NAME, EntryTable
 from hybridmem._fileio import Directory, is_temporary
 from hybridmem._format import (
     BLOCK_RECORDS,
+    PARTS,
+    SOURCE,
     extend_checksums,
     record_dtype,
     shard_name,
@@ -286,8 +289,10 @@ def _check_tensors(
         try:
             if number in bad_shards:
                 raise bad_shards[number]
-            tensors = pool.load(number, entry_id)
+            parts = pool.load(number, entry_id, PARTS)
+            tensors = [part for part in parts if part.suffix != SOURCE]
             wrong = codec.mismatch(tensors, int(records["n_tokens"][row]), config.embed_dim)
+            wrong = wrong or _source.fault(parts)
             if wrong is not None:
                 raise pool.corrupt(number, f"entry {entry_id}: {wrong}")
         except CorruptStoreError as error:

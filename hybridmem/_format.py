@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -55,6 +55,12 @@ DTYPES = tuple(ITEM_BYTES)
 #: Tensors of one entry, in the order of the columns of a `ShardHeader`.
 SUFFIXES = ("k", "v", "k_scale", "k_zero", "v_scale", "v_zero")
 KEY_SUFFIXES = ("k", "k_scale", "k_zero")
+#: What the header itself holds of an entry, its source: the last column.
+SOURCE = "source"
+PARTS = (*SUFFIXES, SOURCE)
+_SOURCE_MEMBER = re.compile(
+    rb'"source_(0|[1-9]\d{0,19})" ?: ?"([^"\\]*(?:\\.[^"\\]*)*)"'  # its id; a whole string
+)
 _COLUMN = {
     ("k", ""): 0,
     ("v", ""): 1,
@@ -218,31 +224,32 @@ def shard_number(name: str) -> int | None:
 
 
 class ShardHeader:
-    """Where the tensors of each entry of a shard lie.
+    """Where the tensors and the source of each entry of a shard lie.
 
     Attributes
     ----------
     ids : uint64 array, shape (n,)
         Entries of the shard, ascending.
-    start, length : int64 arrays, shape (n, 6)
-        Byte range of each tensor in the file, in the order of `SUFFIXES`; length -1 where absent.
-    dtype : uint8 array, shape (n, 6)
-        Index into `DTYPES`.
-    rows, columns : int64 arrays, shape (n, 6)
-    crc : uint32 array, shape (n, 6)
-        CRC-32C of the bytes of each tensor.
+    start, length : int64 arrays, shape (n, 7)
+        Byte range of each part in the file, in the order of `PARTS`; length -1 where absent.
+    dtype : uint8 array, shape (n, 7)
+        Index into `DTYPES`; a source is bytes.
+    rows, columns : int64 arrays, shape (n, 7)
+    crc : uint32 array, shape (n, 7)
+        CRC-32C of the bytes of each part.
     """
 
     __slots__ = ("columns", "crc", "dtype", "ids", "length", "rows", "start")
 
     def __init__(self, n: int) -> None:
         self.ids = np.zeros(n, np.uint64)
-        self.start = np.zeros((n, 6), np.int64)
-        self.length = np.full((n, 6), -1, np.int64)
-        self.dtype = np.zeros((n, 6), np.uint8)
-        self.rows = np.zeros((n, 6), np.int64)
-        self.columns = np.zeros((n, 6), np.int64)
-        self.crc = np.zeros((n, 6), np.uint32)
+        shape = n, len(PARTS)
+        self.start = np.zeros(shape, np.int64)
+        self.length = np.full(shape, -1, np.int64)
+        self.dtype = np.zeros(shape, np.uint8)
+        self.rows = np.zeros(shape, np.int64)
+        self.columns = np.zeros(shape, np.int64)
+        self.crc = np.zeros(shape, np.uint32)
 
     def find(self, entry_id: int) -> int | None:
         """Return the row of an entry."""
@@ -250,13 +257,17 @@ class ShardHeader:
         return at if at < len(self.ids) and int(self.ids[at]) == entry_id else None
 
 
-def pack_header(tensors: Sequence[tuple[str, str, tuple[int, int], int]]) -> bytes:
+def pack_header(
+    tensors: Sequence[tuple[str, str, tuple[int, int], int]], metadata: Mapping[str, str]
+) -> bytes:
     """Return the first bytes of a safetensors file: header length and header.
 
     Parameters
     ----------
     tensors : sequence of (name, dtype, shape, crc)
         In the order of their bytes, which follow each other without a gap.
+    metadata : mapping of str to str
+        What `__metadata__` holds besides the checksums.
 
     Notes
     -----
@@ -267,6 +278,7 @@ def pack_header(tensors: Sequence[tuple[str, str, tuple[int, int], int]]) -> byt
         "__metadata__": {
             "format": "hybridmem",
             "crc32c": "".join(f"{crc:08x}" for *_, crc in tensors),
+            **metadata,
         }
     }
     at = 0
@@ -281,8 +293,9 @@ def pack_header(tensors: Sequence[tuple[str, str, tuple[int, int], int]]) -> byt
 
 def parse_header(text: bytes, data_bytes: int) -> ShardHeader:
     """Parse the header of a shard whose tensors fill `data_bytes` bytes after it."""
-    # The shortest tensor takes 56 bytes, with four members and three lists and objects.
-    _check_density(text, 64, 12, 16)
+    # The shortest tensor takes 56 bytes, with four members and three lists and objects. Sources
+    # are strings, whatever they look like inside.
+    _check_density(_SOURCE_MEMBER.sub(b"", text) if b"source_" in text else text, 64, 12, 16)
     members = _strict_object(text)
     metadata = members.pop("__metadata__", None)
     if not isinstance(metadata, dict):
@@ -320,11 +333,35 @@ def parse_header(text: bytes, data_bytes: int) -> ShardHeader:
         header.crc[row, column] = crcs[number]
     if at != data_bytes:
         raise ValueError(f"its tensors fill {at} bytes where the file has {data_bytes}")
-    present = header.length >= 0
+    present = header.length[:, : len(SUFFIXES)] >= 0
     lone = ~present[:, :2].all(axis=1) | (present[:, 2:].any(axis=1) & ~present[:, 2:].all(axis=1))
     if lone.any():
         raise ValueError(f"entry {int(header.ids[lone][0])} lacks some of its tensors")
+    if any(name.startswith("source_") for name in metadata):
+        _find_sources(header, text, metadata, row_of)
     return header
+
+
+def _find_sources(
+    header: ShardHeader, text: bytes, metadata: dict[str, Any], row_of: dict[int, int]
+) -> None:
+    """Note where in the header the sources stand; they are read from there when asked for."""
+    named = {name for name in metadata if name.startswith("source_")}
+    for match in _SOURCE_MEMBER.finditer(text):
+        entry_id, (start, end) = int(match[1]), match.span(2)
+        if entry_id not in row_of:
+            raise ValueError(f"it holds a source of entry {entry_id}, but not the entry")
+        at = row_of[entry_id], len(SUFFIXES)
+        header.start[at], header.length[at], header.columns[at] = (
+            8 + start,
+            end - start,
+            end - start,
+        )
+        header.dtype[at], header.rows[at] = DTYPES.index("I8"), 1
+        header.crc[at] = crc32c(match[2])
+        named.discard(f"source_{entry_id}")
+    if named or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError("its metadata is not of plain names and strings")
 
 
 def _tensor_fields(name: str, tensor: object) -> tuple[str, int, int, int, int]:

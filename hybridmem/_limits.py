@@ -31,6 +31,8 @@ class Limits:
         self.config = config
         self._codec = codec
         self._queue = EvictionQueue()
+        #: What entries that were put take beyond their tensors' usual size: sources, above all.
+        self._more: dict[int, int] = {}
         tokens, counts = np.unique(table.column("n_tokens")[table.alive_rows()], return_counts=True)
         self._payload = sum(
             count * self.entry_bytes(n)
@@ -41,14 +43,17 @@ class Limits:
         """Return the bytes of the tensors of an entry."""
         return self._codec.nbytes(n_tokens, self.config.embed_dim)
 
-    def added(self, table: EntryTable, row: int) -> None:
-        """Take note of an entry that was put."""
-        self._payload += self.entry_bytes(int(table.columns["n_tokens"][row]))
+    def added(self, table: EntryTable, row: int, nbytes: int) -> None:
+        """Take note of an entry that was put, and of what it takes."""
+        more = nbytes - self.entry_bytes(int(table.columns["n_tokens"][row]))
+        if more:
+            self._more[int(table.columns["entry_id"][row])] = more
+        self._payload += nbytes
         self._queue.added(table, row)
 
-    def removed(self, n_tokens: int) -> None:
+    def removed(self, entry_id: int, n_tokens: int) -> None:
         """Take note of an entry that is gone."""
-        self._payload -= self.entry_bytes(n_tokens)
+        self._payload -= self.entry_bytes(n_tokens) + self._more.pop(entry_id, 0)
 
     def check_fit(self, chunks: Iterable[Chunk], index_bytes: int) -> None:
         """Refuse a chunk that would exceed max_disk_bytes all alone."""

@@ -15,11 +15,11 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from hybridmem import _arrays, _copies, _snapshot, _wear
+from hybridmem import _arrays, _copies, _snapshot, _source, _wear
 from hybridmem._codec import Codec, Tensor
 from hybridmem._entries import EntryTable
 from hybridmem._fileio import Directory
-from hybridmem._format import KEY_SUFFIXES, SUFFIXES
+from hybridmem._format import KEY_SUFFIXES, PARTS, SOURCE, SUFFIXES
 from hybridmem._manifest import Manifest
 from hybridmem._shards import ShardPool
 from hybridmem._signatures import Signatures
@@ -98,6 +98,22 @@ class Reader:
                 **self._fields(row),
             )
 
+    def source(self, entry_id: int) -> Any:
+        """Return what `put` was given as the source of an entry, without a look at its tensors.
+
+        Raises
+        ------
+        KeyError
+            If there is no such entry, or no longer.
+        """
+        with self._lock:
+            self._check_open()
+            row = self._row(_arrays.entry_id(entry_id))
+            parts = self._tensors(row, (SOURCE,))
+            if (wrong := _source.fault(parts)) is not None:
+                raise self._misfit(row, wrong)
+        return _source.value_of(parts)
+
     def _row(self, entry_id: int) -> int:
         row = self._table.find(entry_id)
         if row is None:
@@ -107,11 +123,14 @@ class Reader:
     def _fields(self, row: int) -> dict[str, Any]:
         columns = self._table.columns
         fields = {name: columns[name][row].item() for name in _ENTRY_FIELDS}
-        tensors = self._tensors(row)
+        parts = self._tensors(row, PARTS)
+        tensors = [part for part in parts if part.suffix != SOURCE]
         try:
             fields["keys"], fields["values"] = self._codec.decode(
                 tensors, fields["n_tokens"], self.config.embed_dim
             )
+            if len(parts) > len(tensors):
+                fields["source_json"] = _source.text_of(parts)
         except ValueError as error:
             raise self._misfit(row, str(error)) from None
         return fields
@@ -126,13 +145,13 @@ class Reader:
             raise self._misfit(row, str(error)) from None
 
     def _tensors(self, row: int, suffixes: Collection[str] = SUFFIXES) -> list[Tensor]:
-        """Return the stored tensors of an entry."""
+        """Return stored parts of an entry."""
         columns = self._table.columns
         entry_id = int(columns["entry_id"][row])
-        tensors = self._unwritten(entry_id)
-        if tensors is None:
-            tensors = self._pool.load(int(columns["shard_idx"][row]), entry_id, suffixes)
-        return tensors
+        parts = self._unwritten(entry_id)
+        if parts is None:
+            return self._pool.load(int(columns["shard_idx"][row]), entry_id, suffixes)
+        return [part for part in parts if part.suffix in suffixes]
 
     def _misfit(self, row: int, why: str) -> CorruptStoreError:
         columns = self._table.columns
@@ -141,7 +160,7 @@ class Reader:
         )
 
     def _unwritten(self, entry_id: int) -> list[Tensor] | None:
-        """Return the tensors of an entry that is in no shard yet."""
+        """Return the parts of an entry that is in no shard yet."""
         return None
 
     def _accessed(self, entry_ids: Sequence[int]) -> None:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from crc32c import crc32c
 from safetensors import SafetensorError, safe_open
 
+from hybridmem import _source
 from hybridmem._codec import Tensor
 from hybridmem._fileio import Buffer, Directory
 from hybridmem._format import (
@@ -21,6 +22,8 @@ from hybridmem._format import (
     HEADER_TENSOR_BYTES,
     ITEM_BYTES,
     MAX_HEADER_BYTES,
+    PARTS,
+    SOURCE,
     SUFFIXES,
     ShardHeader,
     pack_header,
@@ -43,6 +46,8 @@ __all__ = [
 
 #: Parsing a header costs about 1.5 us a tensor; this bounds the first touch of a shard.
 MAX_SHARD_ENTRIES = 2048
+#: What the sources of a shard may take of the 4 MiB of its header; tensors take 1.5 MiB at most.
+_MAX_SOURCES_BYTES = 1 << 21
 
 _NUMPY: dict[str, np.dtype[Any]] = {
     "F32": np.dtype("<f4"),
@@ -68,8 +73,8 @@ def write_shard(
 
     Parameters
     ----------
-    entries : sequence of (entry_id, tensors)
-        By ascending id.
+    entries : sequence of (entry_id, parts)
+        By ascending id. A source goes into the header, so that it lives and dies with its entry.
     """
     tensors = [
         _Stored(
@@ -80,10 +85,16 @@ def write_shard(
         )
         for entry_id, parts in entries
         for tensor in parts
+        if tensor.suffix != SOURCE
     ]
     # Wide elements first: each tensor then lies at a multiple of its element size.
     tensors.sort(key=lambda tensor: -ITEM_BYTES[tensor.dtype])
-    head = pack_header([(t.name, t.dtype, t.shape, crc32c(t.data)) for t in tensors])
+    sources = {
+        f"source_{entry_id}": text
+        for entry_id, parts in entries
+        if (text := _source.text_of(parts)) is not None
+    }
+    head = pack_header([(t.name, t.dtype, t.shape, crc32c(t.data)) for t in tensors], sources)
     directory.write_file(shard_name(number), [head, *(tensor.data for tensor in tensors)])
     size = len(head) + sum(memoryview(tensor.data).nbytes for tensor in tensors)
     info = ShardInfo(number, size, crc32c(head), len(entries))
@@ -105,14 +116,20 @@ def batches(
 ) -> Iterator[list[tuple[int, list[Tensor]]]]:
     """Divide entries among shards."""
     batch: list[tuple[int, list[Tensor]]] = []
-    size = HEADER_FIXED_BYTES
-    for entry_id, tensors in entries:
-        nbytes = shard_bytes(tensors)
-        if batch and (size + nbytes > max_bytes or len(batch) >= MAX_SHARD_ENTRIES):
+    size, in_header = HEADER_FIXED_BYTES, 0
+    for entry_id, parts in entries:
+        nbytes = shard_bytes(parts)
+        source = sum(part.shape[1] for part in parts if part.suffix == SOURCE)
+        if batch and (
+            size + nbytes > max_bytes
+            or len(batch) >= MAX_SHARD_ENTRIES
+            or in_header + source > _MAX_SOURCES_BYTES
+        ):
             yield batch
-            batch, size = [], HEADER_FIXED_BYTES
-        batch.append((entry_id, tensors))
+            batch, size, in_header = [], HEADER_FIXED_BYTES, 0
+        batch.append((entry_id, parts))
         size += nbytes
+        in_header += source
     if batch:
         yield batch
 
@@ -225,7 +242,7 @@ class ShardPool:
     def load(
         self, number: int, entry_id: int, suffixes: Collection[str] = SUFFIXES
     ) -> list[Tensor]:
-        """Return stored tensors of an entry, verified on first touch, as views of the map.
+        """Return stored parts of an entry, verified on first touch, as views of the map.
 
         Raises
         ------
@@ -242,7 +259,7 @@ class ShardPool:
                 raise self.corrupt(number, f"it does not hold entry {entry_id}")
             verified = self._verified[number]
             tensors = []
-            for column, suffix in enumerate(SUFFIXES):
+            for column, suffix in enumerate(PARTS):
                 length = int(header.length[row, column])
                 if length < 0 or suffix not in suffixes:
                     continue
@@ -252,7 +269,7 @@ class ShardPool:
                     if crc32c(raw) != int(header.crc[row, column]):
                         raise self.corrupt(
                             number,
-                            f"tensor {suffix} of entry {entry_id} does not match its checksum",
+                            f"{suffix} of entry {entry_id} does not match its checksum",
                             start,
                         )
                     verified[row, column] = True
@@ -346,7 +363,7 @@ class ShardPool:
             raise self.corrupt(number, f"safetensors refuses it: {error}") from None
         except OSError as error:
             raise StoreIOError(f"failed opening {path}: {error}") from error
-        if count != int((header.length >= 0).sum()):
+        if count != int((header.length[:, : len(SUFFIXES)] >= 0).sum()):
             raise self.corrupt(
                 number, f"safetensors finds {count} tensors in it, its header names others"
             )

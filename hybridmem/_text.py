@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Iterable, Sequence
 
-__all__ = ["age", "moment", "pairs", "plural", "seconds", "size", "table"]
+__all__ = ["age", "moment", "pairs", "plural", "seconds", "short", "size", "table"]
 
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _NS = 1_000_000_000
@@ -78,6 +78,20 @@ def seconds(duration: float) -> str:
         if duration * scale >= 1:
             return f"{duration * scale:.3g} {unit}"
     return f"{duration * 1e9:.0f} ns"
+
+
+def short(words: str | None, width: int = 60) -> str:
+    """Return a text of any origin in one line, cut to a width; nothing for None.
+
+    Examples
+    --------
+    >>> short("what was\\x1b said", 12)
+    'what was\ufffd...'
+    """
+    if words is None:
+        return ""
+    line = "".join(one if one.isprintable() else "\ufffd" for one in words[: width + 1])
+    return line if len(line) <= width else f"{line[: width - 3]}..."
 
 
 def pairs(rows: Iterable[tuple[str, object]]) -> list[str]:

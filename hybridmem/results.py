@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from hybridmem.errors import CorruptStoreError
 
 __all__ = ["Audit", "Entry", "Fault", "Hit", "Report", "Stats"]
 
@@ -27,6 +31,9 @@ class _Stored:
     keys, values : float32 arrays, shape (n_tokens, embed_dim)
         Read-only. They stay valid and unchanged for as long as they are held, through eviction,
         compaction and close. In a float32 store they are views of the mapped shard.
+    source_json : str or None
+        Where the entry comes from, as JSON text; None where `put` was not told. `source` has it
+        parsed.
     """
 
     entry_id: int
@@ -37,6 +44,19 @@ class _Stored:
     access_count: int
     keys: npt.NDArray[np.float32] = dataclasses.field(repr=False)
     values: npt.NDArray[np.float32] = dataclasses.field(repr=False)
+    source_json: str | None = dataclasses.field(default=None, repr=False)
+
+    @property
+    def source(self) -> Any:
+        """What `put` was given as `source`, as JSON gives it back: tuples are lists."""
+        if self.source_json is None:
+            return None
+        try:
+            return json.loads(self.source_json)
+        except (ValueError, RecursionError) as error:
+            raise CorruptStoreError(
+                f"the source of entry {self.entry_id} is not JSON: {error}"
+            ) from None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, kw_only=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 from hybridmem import _arrays, _chunks, _commit, _snapshot, _wear
 from hybridmem._background import Background
-from hybridmem._chunks import Chunk
+from hybridmem._chunks import Chunk, Given
 from hybridmem._codec import Tensor
 from hybridmem._entries import Bytes, EntryTable
 from hybridmem._eviction import lowest_rows
@@ -69,6 +69,7 @@ class Store(Finder):
         importance: float = 1.0,
         *,
         index_keys: Any = None,
+        source: Any = None,
     ) -> int:
         """Store a chunk of consecutive tokens of one layer; it can be queried at once.
 
@@ -81,6 +82,10 @@ class Store(Finder):
         index_keys : array_like of float, shape (n_tokens, embed_dim), optional
             The keys to find the entry by where they are not the keys to keep, as for a model with
             rotary positions: its keys before the rotation.
+        source : object, optional
+            Where the chunk comes from, such as ``{"session": "a", "tokens": [64, 128], "text":
+            "..."}``: anything that JSON can hold, at most 64 KiB of it. It is kept and removed with
+            the entry, and given with hits (`Hit.source`).
 
         Returns
         -------
@@ -97,7 +102,7 @@ class Store(Finder):
         self._writing()
         layer = _arrays.layer_index(layer_idx)
         weight = _arrays.importance(importance)
-        return self._put(layer, [("", keys, values, index_keys)], [weight])[0]
+        return self._put(layer, [Given(keys, values, index_keys, source)], [weight])[0]
 
     def put_many(
         self,
@@ -106,6 +111,7 @@ class Store(Finder):
         importance: float | Sequence[float] = 1.0,
         *,
         index_keys: Sequence[Any] | None = None,
+        sources: Sequence[Any] | None = None,
     ) -> list[int]:
         """Store several chunks of one layer, all of them or none.
 
@@ -116,6 +122,8 @@ class Store(Finder):
         importance : float or one float each
         index_keys : sequence of array_like, optional
             One for each entry, as in `put`.
+        sources : sequence, optional
+            One for each entry, as `source` in `put`.
 
         Returns
         -------
@@ -124,31 +132,18 @@ class Store(Finder):
         """
         self._writing()
         layer = _arrays.layer_index(layer_idx)
-        pairs = _chunks.pairs(entries)
+        given = _chunks.many(entries, index_keys, sources)
         weights = [
-            _arrays.importance(one) for one in _chunks.each(importance, len(pairs), "importance")
-        ]
-        indexed = (
-            [None] * len(pairs)
-            if index_keys is None
-            else _chunks.each(index_keys, len(pairs), "index_keys")
-        )
-        given = [
-            (f"entry {at}: ", keys, values, index)
-            for at, ((keys, values), index) in enumerate(zip(pairs, indexed, strict=True))
+            _arrays.importance(one) for one in _chunks.each(importance, len(given), "importance")
         ]
         return self._put(layer, given, weights)
 
-    def _put(
-        self, layer: int, given: Sequence[tuple[str, Any, Any, Any]], weights: Sequence[float]
-    ) -> list[int]:
-        """Store chunks of one layer, given as (name in messages, keys, values, index keys)."""
+    def _put(self, layer: int, given: Sequence[Given], weights: Sequence[float]) -> list[int]:
         width = self.config.embed_dim
 
         def prepared() -> list[Chunk]:
             return [
-                _chunks.prepare(self._codec, self._signatures, layer, width, k, v, index, where)
-                for where, k, v, index in given
+                _chunks.prepare(self._codec, self._signatures, layer, width, one) for one in given
             ]
 
         centres = self._signatures.centres
@@ -201,7 +196,7 @@ class Store(Finder):
                 padding=chunk.padding,
             )
             self._signatures.add(layer, entry_id, chunk.n_tokens, chunk.signature)
-            self._limits.added(self._table, row)
+            self._limits.added(self._table, row, chunk.nbytes)
         return entry_id
 
     def calibrate(self, layer_idx: int, *, keys: Any = None, queries: Any = None) -> None:
@@ -344,7 +339,7 @@ class Store(Finder):
         n_tokens = int(columns["n_tokens"][row])
         with writer.changing():
             self._signatures.remove(layer, entry_id)
-            self._limits.removed(n_tokens)
+            self._limits.removed(entry_id, n_tokens)
             writer.kill(row)
 
     def _keep_limits(self, spare: int) -> None:
@@ -424,10 +419,13 @@ class Store(Finder):
                 return  # what is left is the size of an empty store
             # A little more than is too much, so that the next flushes need no compaction.
             excess = size - limit + limit // 16
+            sizes = {shard.number: shard.size // shard.entries for shard in writer.manifest.shards}
             while excess > 0 and self._table.n_alive:
                 row = self._limits.first(self._table, spare=writer.next_entry_id)
                 assert row is not None
-                excess -= self._limits.entry_bytes(int(self._table.columns["n_tokens"][row]))
+                n_tokens = int(self._table.columns["n_tokens"][row])
+                number = int(self._table.columns["shard_idx"][row])
+                excess -= sizes.get(number, self._limits.entry_bytes(n_tokens))
                 self._evict(writer, row)
             writer.flush(self.config)
             self._manifest = writer.manifest

@@ -11,6 +11,8 @@ import numpy as np
 from hybridmem import opening
 from hybridmem._examine import Examined, examine
 from hybridmem._fileio import Directory
+from hybridmem._format import PARTS
+from hybridmem._shards import tensor_bytes
 from hybridmem.config import Config
 from hybridmem.errors import StoreIOError, StoreNotFoundError
 from hybridmem.results import Fault, Report
@@ -117,11 +119,12 @@ def _adopt(store: Store, examined: Examined) -> None:
     writer.calibration = manifest.calibration
     for record in examined.records[examined.sound]:
         fields = {name: record[name].item() for name in record.dtype.names[:-1]}
-        tensors = examined.pool.load(fields["shard_idx"], fields["entry_id"])
-        if not writer.room_for(tensors, store.config):
+        parts = examined.pool.load(fields["shard_idx"], fields["entry_id"], PARTS)
+        if not writer.room_for(parts, store.config):
             writer.spill(store.config)
-        writer.add(fields["entry_id"], tensors)
+        writer.add(fields["entry_id"], parts)
         signature = np.frombuffer(record["signature"].tobytes(), np.uint8)
-        store._limits.added(table, table.append(signature, **fields))
+        row = table.append(signature, **fields)
+        store._limits.added(table, row, tensor_bytes(parts))
     if manifest.next_entry_id < 1 << 64:
         writer.next_entry_id = manifest.next_entry_id

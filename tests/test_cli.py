@@ -166,6 +166,31 @@ def test_query_lets_the_keys_decide(store: Path) -> None:
     run("query", store, "--entry", 7, "--candidates", 9, code=2)
 
 
+def test_show_query_and_report_say_where_an_entry_comes_from(tmp_path: Path) -> None:
+    path = tmp_path / "mem"
+    rng = np.random.default_rng(3)
+    said = {"session": "s1", "text": "<b>bold</b>\x9b31m"}
+    with hybridmem.create(path, embed_dim=WIDTH) as opened:
+        for source in (said, None, {"text": "long " * 400}):
+            opened.put(*rng.normal(size=(2, TOKENS, WIDTH)).astype(np.float32), 0, source=source)
+    assert document("show", path, 1)["source"] == said
+    assert document("show", path, 2)["source"] is None
+    assert "source" not in run("show", path, 2).stdout
+    shown = run("show", path, 1).stdout
+    assert '{"session":"s1","text":"<b>bold</b>\ufffd31m"}' in shown
+    hits = document("query", path, "--entry", 1)["hits"]
+    assert {hit["entry_id"]: hit["source"] for hit in hits}[1] == said
+    lines = run("query", path, "--entry", 1).stdout.splitlines()
+    assert lines[0].split()[-1] == "source"
+    assert any(line.endswith("...") for line in lines)
+    assert all(len(line) < 120 and "\x9b" not in line for line in lines)
+    run("report", path, "-o", tmp_path / "r.html")
+    page = (tmp_path / "r.html").read_text()
+    assert "&lt;b&gt;bold&lt;/b&gt;\ufffd31m" in page
+    assert "<b>bold" not in page
+    assert "<th>source</th>" in page
+
+
 def test_query_of_an_empty_layer_says_so(store: Path) -> None:
     result = run("query", store, "--entry", 1, "--layer", 99)
     assert result.stdout == "layer 99 has no entries\n"

@@ -162,6 +162,7 @@ def show(store: str, entry_id: int, io: str) -> None:
         entry = entry_of(opened, entry_id)
         document = {
             **_fields(entry),
+            "source": entry.source,
             "keys": _summary(entry.keys),
             "values": _summary(entry.values),
         }
@@ -175,6 +176,7 @@ def show(store: str, entry_id: int, io: str) -> None:
                 ("accesses", f"{entry.access_count:,}"),
                 ("keys", _described(entry.keys)),
                 ("values", _described(entry.values)),
+                *([("source", text.short(entry.source_json, 1000))] if entry.source_json else []),
             ]
         )
     emit(document, lines)
@@ -260,10 +262,11 @@ def query(
             hits = opened.query(rows, layer, top_k, rerank=rerank, candidates=candidates)
         except (TypeError, ValueError) as error:
             refuse(f"the query does not fit the store: {error}")
-        found = [{**_fields(hit), "score": hit.score} for hit in hits]
+        found = [{**_fields(hit), "score": hit.score, "source": hit.source} for hit in hits]
+    with_source = any(hit.source_json for hit in hits)
     now = time.time_ns()
     lines = text.table(
-        ("rank", "score", "id", "tokens", "importance", "age"),
+        ("rank", "score", "id", "tokens", "importance", "age", *(["source"] * with_source)),
         (
             (
                 rank,
@@ -272,6 +275,7 @@ def query(
                 hit["n_tokens"],
                 f"{hit['importance']:.4g}",
                 text.age((now - hit["timestamp"]) / 1e9),
+                *([text.short(hits[rank - 1].source_json)] * with_source),
             )
             for rank, hit in enumerate(found, 1)
         ),

@@ -100,7 +100,7 @@ def gather(store: Store) -> Facts:
         growth=_growth(records),
         importance=records["importance"][points].astype(np.float64),
         accesses=records["access_count"][points].astype(np.float64),
-        next_out=_next_out(records),
+        next_out=_next_out(store, records),
     )
 
 
@@ -203,10 +203,14 @@ def eviction_order(records: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
     return np.lexsort((records["entry_id"], records["timestamp"], eviction_scores(records)))
 
 
-def _next_out(records: npt.NDArray[Any]) -> list[dict[str, Any]]:
+def _next_out(store: Store, records: npt.NDArray[Any]) -> list[dict[str, Any]]:
     scores = eviction_scores(records) if len(records) else np.zeros(0)
     names = ("entry_id", "layer_idx", "n_tokens", "importance", "access_count", "timestamp")
     return [
-        {**{name: records[name][row].item() for name in names}, "score": float(scores[row])}
+        {
+            **{name: records[name][row].item() for name in names},
+            "score": float(scores[row]),
+            "source": store.source(records["entry_id"][row].item()),
+        }
         for row in (eviction_order(records)[:10] if len(records) else ())
     ]

@@ -22,6 +22,7 @@ class Item:
     importance: float
     keys: bytes
     values: bytes
+    source: str | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,12 +48,18 @@ def arrays(entry_id: int, n_tokens: int) -> tuple[NDArray[np.float32], NDArray[n
     return keys, values
 
 
+def source(entry_id: int) -> str | None:
+    """Where an entry comes from; every third one does not say."""
+    return f"entry {entry_id}" if entry_id % 3 else None
+
+
 def read(store: Any) -> dict[int, tuple[Item, int]]:
     """Read every entry of a store through its public interface."""
     found = {}
     for entry_id in store:
         entry = store.get(entry_id)
-        item = Item(entry.layer_idx, entry.importance, entry.keys.tobytes(), entry.values.tobytes())
+        data = entry.keys.tobytes(), entry.values.tobytes()
+        item = Item(entry.layer_idx, entry.importance, *data, entry.source)
         found[entry_id] = (item, entry.access_count)
     return found
 
@@ -69,10 +76,11 @@ class Book:
     def put(self, store: Any, *, importance: float = 1.0, layer: int = 0, n: int = 2) -> int:
         """Put an entry into the store and the book."""
         keys, values = arrays(self.used + 1, n)
-        entry_id: int = store.put(keys, values, layer, importance)
+        said = source(self.used + 1)
+        entry_id: int = store.put(keys, values, layer, importance, source=said)
         assert entry_id > self.used, "an id was used twice"
         self.used = entry_id
-        self.live[entry_id] = Item(layer, importance, keys.tobytes(), values.tobytes())
+        self.live[entry_id] = Item(layer, importance, keys.tobytes(), values.tobytes(), said)
         self.counts[entry_id] = 0
         return entry_id
 

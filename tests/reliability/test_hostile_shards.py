@@ -121,6 +121,10 @@ HEADERS: dict[str, Callable[[Members], object]] = {
     "a tensor is a number": lambda members: members.update(k_2=1),
     "a tensor has one member more": lambda members: members["k_2"].update(more=1),
     "nothing": lambda members: members.clear(),
+    "a source of an entry that is not there": metadata(source_9='"a"'),
+    "a source of no id": metadata(source_02='"a"'),
+    "a source that is no string": metadata(source_2={"text": "a"}),
+    "a source beside what is no string": metadata(source_2='"a"', more=5),
 }
 
 
@@ -138,6 +142,9 @@ TEXTS: dict[str, Callable[[bytes], bytes]] = {
     "a list": lambda text: b"[" + text + b"]",
     "a tensor twice": lambda text: text.replace(b'"k_2":', b'"k_1":'),
     "a member of a tensor twice": lambda text: text.replace(b'"dtype":', b'"dtype":"F32","dtype":'),
+    "a source by another name": lambda text: text.replace(
+        b'"__metadata__": {', b'"__metadata__": {"\\u0073ource_2": "1", '
+    ),
     "NaN": lambda text: text.replace(b"[3, 4]", b"[NaN, 4]"),
     "deep": lambda text: b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
     "deep, but not too deep to parse": lambda text: b'{"a":' + b"[" * 900 + b"]" * 900 + b"}",
@@ -191,6 +198,28 @@ def test_a_header_that_takes_long_is_parsed_once(tmp_path: Path) -> None:
     forged.write_shard(path, text, tensors)
     assert used(path, "verify") == "CorruptStoreError"
     assert used(path, "r") == "CorruptStoreError"
+
+
+@pytest.mark.parametrize("source", ["", "{", "[" * 50_000, "a", '{"a":1}}'])
+def test_a_source_that_is_not_json(source: str, path: Path) -> None:
+    forged.change_header(path, metadata(source_2=source))
+    assert used(path, "verify") == "CorruptStoreError"
+    with hybridmem.open(path, mode="r") as store:
+        assert store.get(1).source is None
+        with pytest.raises(hybridmem.CorruptStoreError, match="entry 2"):
+            _ = store.get(2).source
+        with pytest.raises(hybridmem.CorruptStoreError, match="entry 2"):
+            store.source(2)
+
+
+def test_a_source_may_look_like_anything(path: Path) -> None:
+    source = json.dumps('"source_1":"x"' * 100 + "[{" * 10_000 + '":' * 10_000)
+    forged.change_header(path, metadata(source_2=source))
+    for way in WAYS:
+        assert used(path, way) == "", way
+    with hybridmem.open(path, mode="r") as store:
+        assert store.source(2) == json.loads(source)
+        assert store.source(1) is None
 
 
 def test_a_header_as_it_should_be(path: Path) -> None:

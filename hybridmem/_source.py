@@ -1,0 +1,75 @@
+"""Where an entry comes from: JSON that the caller gives, kept in the header of its shard."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hybridmem._codec import Tensor
+from hybridmem._format import SOURCE
+
+__all__ = ["MAX_SOURCE_BYTES", "encode", "fault", "text_of", "value_of"]
+
+#: What the source of one entry may take in a header, so that a shard has room for many.
+MAX_SOURCE_BYTES = 1 << 16
+
+
+def encode(source: Any, where: str = "") -> Tensor:
+    """Return a source as it is stored: JSON text, escaped as it stands between two quotes.
+
+    Parameters
+    ----------
+    source : object
+        What JSON can hold; arrays and tensors are taken as lists.
+    where : str
+        Put before the name of the argument in messages.
+    """
+    try:
+        text = json.dumps(
+            source, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_listed
+        )
+        text.encode()
+    except TypeError as error:
+        raise TypeError(f"{where}source must be what JSON can hold: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}source must be what JSON can hold: {error}") from None
+    escaped = json.dumps(text)[1:-1].encode()
+    if len(escaped) > MAX_SOURCE_BYTES:
+        raise ValueError(
+            f"{where}source takes {len(escaped)} bytes as JSON, more than {MAX_SOURCE_BYTES}; "
+            "keep large texts elsewhere and give what finds them"
+        )
+    return Tensor(SOURCE, "I8", (1, len(escaped)), np.frombuffer(escaped, np.int8)[None])
+
+
+def _listed(value: Any) -> Any:
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} is not")
+
+
+def text_of(parts: Sequence[Tensor]) -> str | None:
+    """Return the JSON text of the source among the parts of an entry, None without one."""
+    for part in parts:
+        if part.suffix == SOURCE:
+            text: str = json.loads(b'"' + part.data.tobytes() + b'"')
+            return text
+    return None
+
+
+def value_of(parts: Sequence[Tensor]) -> Any:
+    """Return the source among the parts of an entry, None without one."""
+    text = text_of(parts)
+    return None if text is None else json.loads(text)
+
+
+def fault(parts: Sequence[Tensor]) -> str | None:
+    """Return what is wrong with the source among the parts of an entry, or None."""
+    try:
+        value_of(parts)
+    except (ValueError, RecursionError) as error:
+        return f"its source is not JSON: {error}"
+    return None
