@@ -6,7 +6,7 @@ import base64
 import dataclasses
 import re
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -47,8 +47,7 @@ _STORE_ID = re.compile(r"[0-9a-f]{32}", re.ASCII)
 INT8_SCHEME = "affine-i8"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ShardInfo:
+class ShardInfo(NamedTuple):
     """A committed shard: size of the file, CRC-32C of its header, entries written into it."""
 
     number: int
@@ -57,8 +56,7 @@ class ShardInfo:
     entries: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Calibration:
+class Calibration(NamedTuple):
     """What the keys and queries of a layer are centred by, as it stands in index.json.
 
     Attributes
@@ -167,9 +165,9 @@ class Manifest:
                 "next_shard": self.next_shard,
                 "n_entries": self.n_records,
                 "entries_crc32c": self.entries_crc,
-                "shards": [dataclasses.astuple(shard) for shard in self.shards],
+                "shards": self.shards,
                 "dead": self.dead,
-                "calibration": [dataclasses.astuple(layer) for layer in self.calibration],
+                "calibration": self.calibration,
             }
         )
         if len(data) > limit:
