@@ -29,6 +29,7 @@ __all__ = [
     "layer_index",
     "matrix",
     "not_finite",
+    "vectors",
 ]
 
 Floats = npt.NDArray[np.float32]
@@ -76,7 +77,22 @@ def matrix(
     n = _tokens(a, name, width, wanted, vector_ok)
     if not 0 < n < _U32:
         raise ValueError(f"{name}: got shape {_shape(a)}, want {wanted}, 1 to 2**32 - 1 rows")
-    source = _numpy(a, name).reshape(n, width)
+    return _rows(_numpy(a, name).reshape(n, width), name, finite)
+
+
+def vectors(x: object, name: str, width: int) -> tuple[Floats, bool]:
+    """Return `x`, `[width]` or `[n, width]`, as `matrix` does, and whether it was one vector.
+
+    No leading axes are dropped, and n may be 0.
+    """
+    wanted = f"[{width}] or [n, {width}]"
+    a = _floats(x, name, wanted)
+    if a.ndim not in (1, 2) or a.shape[-1] != width:
+        raise ValueError(f"{name}: got shape {_shape(a)}, want {wanted}")
+    return _rows(_numpy(a, name).reshape(-1, width), name, finite=True), a.ndim == 1
+
+
+def _rows(source: npt.NDArray[Any], name: str, finite: bool) -> Floats:
     out = _float32(source)
     if (finite or source.dtype.itemsize > 4) and not _kernels.all_finite(out):
         raise not_finite(source, out, name, "float32")

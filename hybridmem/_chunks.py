@@ -63,11 +63,12 @@ def prepare(codec: Codec, signatures: Signatures, layer: int, width: int, given:
 def many(entries: Iterable[tuple[Any, Any]], index_keys: Any, sources: Any) -> list[Given]:
     """Return what `put_many` was given, entry by entry."""
     try:
-        listed = list(entries)
+        entries = iter(entries)
     except TypeError:
         raise TypeError(
             f"entries: got {type(entries).__name__}, want (keys, values) pairs"
         ) from None
+    listed = list(entries)
     for at, pair in enumerate(listed):
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             raise TypeError(f"entries: entry {at} is no (keys, values) pair")

@@ -227,7 +227,10 @@ def _is_layout(scale: Tensor, zero: Tensor, n_tokens: int, embed_dim: int) -> bo
 
 
 def _tensor(suffix: str, dtype: str, data: npt.NDArray[Any]) -> Tensor:
-    data.flags.writeable = False
+    # Hits share this memory until it is written: it can be made writeable through no view of it.
+    for array in (data, data.base):
+        if array is not None:
+            array.flags.writeable = False
     return Tensor(suffix, dtype, (data.shape[0], data.shape[1]), data)
 
 

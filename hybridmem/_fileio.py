@@ -101,7 +101,7 @@ class Directory:
         """Open the directory, making it and its parents where missing, durably."""
         missing = []
         at = path
-        while not at.exists():
+        while not os.path.exists(at):
             missing.append(at)
             at = at.parent
         try:
@@ -266,6 +266,11 @@ class Directory:
             return bytes(data[:count])
         finally:
             _close(fd)
+
+    def reopened(self, fd: int, name: str) -> Path:
+        """Return a path for others to open an open file by, wherever the directory is by now."""
+        path = Path(f"/dev/fd/{fd}")
+        return path if path.exists() else self.path / name
 
     def map_file(self, fd: int, length: int, name: str) -> mmap.mmap:
         """Map the first `length` bytes read-only."""

@@ -10,6 +10,7 @@ import numpy as np
 from hybridmem import _arrays, _audit
 from hybridmem._codec import Tensor
 from hybridmem._entries import Bytes, Rows
+from hybridmem._index import IndexView
 from hybridmem._ranking import Ranking, key_scores, spread
 from hybridmem._reading import Floats, Reader
 from hybridmem.results import Audit, Hit
@@ -129,6 +130,10 @@ class Finder(Reader):
         rows = self._several(queries)
         exact: list[Floats | None] = [None] * len(rows)
         if (given := options.pop("rerank_query", None)) is not None:
+            if np.ndim(given) == 0 and not isinstance(given, (list, tuple)):
+                raise TypeError(
+                    f"rerank_query: got {type(given).__name__}, want one array for each query"
+                )
             if len(given) != len(rows):
                 raise ValueError(f"rerank_query: got {len(given)} for {len(rows)} queries")
             exact = [self._rows(one, f"rerank_query {at}") for at, one in enumerate(given)]
@@ -278,18 +283,23 @@ class Finder(Reader):
         among = None if entry_ids is None else _arrays.entry_ids(entry_ids)
         ranking = Ranking.checked(k, self.config.embed_dim, **options)
         signatures = self._signatures
-        with self._lock:
+
+        def asked() -> tuple[IndexView, list[Bytes], int]:
             self._check_open()
             signatures.check_order(layer, ranking.order)
-            view, removals = signatures.view(layer, self._table), signatures.removals
+            view = signatures.view(layer, self._table)
             signed = [signatures.of_query(layer, rows) for rows in queries]
-        depth = len(view) if ranking.scans_all else ranking.depth(k)
+            return view, signed, len(view) if ranking.scans_all else ranking.depth(k)
+
+        with self._lock:
+            (view, signed, depth), removals = asked(), signatures.removals
         found = view.search(signed, depth, among) if depth else []
         with self._lock:
             self._check_open()
-            if removals != signatures.removals:  # an entry may have gone meanwhile: ask undisturbed
-                view = signatures.view(layer, self._table)
-                found = view.search(signed, depth, among)
+            if removals != signatures.removals:
+                # An entry may have gone meanwhile, or all be others: ask again, undisturbed.
+                view, signed, depth = asked()
+                found = view.search(signed, depth, among) if depth else []
             results: list[list[Found]] = []
             accessed: list[int] = []
             for at, (ids, distances) in enumerate(found):
@@ -311,6 +321,13 @@ class Finder(Reader):
             self._hits += len(accessed)
             self._accessed(accessed)
             return results or [[] for _ in queries]
+
+    def take_back(self, hits: Sequence[Hit]) -> None:
+        """Count a query no longer whose hits could not be used."""
+        with self._lock:
+            self._queries -= 1
+            self._hits -= len(hits)
+            self._accessed([hit.entry_id for hit in hits], -1)
 
     def _reranked(
         self,
@@ -338,7 +355,7 @@ class Finder(Reader):
         layer_ids = self._table.column("entry_id")[self._table.alive_rows(layer)]
         newest = [one for one in reversed(layer_ids.tolist()) if one in found][: ranking.newest]
         return spread(
-            ids, top_k, ranking, lambda entry_id: int(np.searchsorted(layer_ids, entry_id)), newest
+            ids, top_k, ranking, lambda one: int(np.searchsorted(layer_ids, np.uint64(one))), newest
         )
 
     def _hit(self, row: int, score: float) -> Hit:

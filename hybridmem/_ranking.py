@@ -53,6 +53,9 @@ class Ranking:
     @classmethod
     def checked(cls, top_k: int, embed_dim: int, **options: Any) -> Ranking:
         """Validate what a caller gave; None stands for the default."""
+        names = {field.name for field in dataclasses.fields(cls)}
+        if unknown := sorted(options.keys() - names):
+            raise TypeError(f"query: got the options {unknown}, want some of {sorted(names)}")
         given = {name: value for name, value in options.items() if value is not None}
         order = given.get("order", "hamming")
         if order not in _ORDERS:
@@ -123,7 +126,7 @@ def evidence(rerank: str, query: npt.NDArray[Any], keys: Floats, n_heads: int) -
         return np.asarray(query @ keys.mean(axis=0, dtype=np.float64))[None]
     head_dim = query.shape[1] // n_heads
     columns = [slice(head * head_dim, (head + 1) * head_dim) for head in range(n_heads)]
-    products = [query[:, part] @ keys[:, part].T for part in columns]
+    products = [_products(query[:, part], keys[:, part]) for part in columns]
     if rerank == "late":
         return np.stack([product.max(axis=1) for product in products]).astype(np.float64)
     return np.stack([_log_sum_exp(product / math.sqrt(head_dim)) for product in products])
@@ -138,7 +141,16 @@ def combined(rerank: str, said: Scores) -> Scores:
     return scores
 
 
-def _log_sum_exp(logits: Floats) -> Scores:
+def _products(query: Floats, keys: Floats) -> Floats | Scores:
+    """Return the dot products of rows, in float64 where float32 overflows."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        products: Floats | Scores = query @ keys.T
+    if not np.isfinite(products).all():
+        products = query.astype(np.float64) @ keys.astype(np.float64).T
+    return products
+
+
+def _log_sum_exp(logits: Floats | Scores) -> Scores:
     wide = logits.astype(np.float64)
     top = wide.max(axis=1, keepdims=True)
     sums: Scores = np.exp(wide - top).sum(axis=1, keepdims=True)

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -163,7 +163,7 @@ class Reader:
         """Return the parts of an entry that is in no shard yet."""
         return None
 
-    def _accessed(self, entry_ids: Sequence[int]) -> None:
+    def _accessed(self, entry_ids: Sequence[int], by: int = 1) -> None:
         """Count an access of each entry that was found, where accesses are counted."""
 
     # -- contents ---------------------------------------------------------------------------------
@@ -319,6 +319,13 @@ class Reader:
         if not getattr(self, "_closed", True):
             warnings.warn(f"{self!r} was not closed", ResourceWarning, stacklevel=2)
             self._release()
+
+    def __reduce__(self) -> NoReturn:
+        # Also asked by `copy`: two objects on one set of descriptors would close each other's.
+        raise TypeError(
+            f"{self!r} cannot be copied or pickled; pass its path and open it there, "
+            'with mode="r" if this one writes'
+        )
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{self._table.n_alive} entries"

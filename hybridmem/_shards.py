@@ -346,16 +346,16 @@ class ShardPool:
                     number, f"it holds {len(header.ids)} entries, index.json says {info.entries}"
                 )
             if opened.data is not None:
-                self._agree(number, header)
+                self._agree(number, header, fd)
             self._headers[number] = header
         if number not in self._verified:
             self._verified[number] = np.zeros(self._headers[number].length.shape, np.bool_)
 
-    def _agree(self, number: int, header: ShardHeader) -> None:
+    def _agree(self, number: int, header: ShardHeader, fd: int) -> None:
         """Let the reference reader parse the shard too: what it would read otherwise is refused."""
         path = self._directory.path / shard_name(number)
         try:
-            with safe_open(path, framework="numpy") as file:
+            with safe_open(self._directory.reopened(fd, path.name), framework="numpy") as file:
                 count = len(file.keys())
         except FileNotFoundError:
             return  # removed since it was opened here; the map stays valid

@@ -51,10 +51,14 @@ def augmented_kv(
         )
     hits = store.query(query, layer_idx, top_k)
     hits.sort(key=lambda hit: (hit.timestamp, hit.entry_id))
-    return (
-        _arrays.concatenate_like([hit.keys for hit in hits], cache_k, name="cache_k"),
-        _arrays.concatenate_like([hit.values for hit in hits], cache_v, name="cache_v"),
-    )
+    try:
+        return (
+            _arrays.concatenate_like([hit.keys for hit in hits], cache_k, name="cache_k"),
+            _arrays.concatenate_like([hit.values for hit in hits], cache_v, name="cache_v"),
+        )
+    except ValueError:  # NaN in the cache, or too narrow a type: seen on the way
+        store.take_back(hits)
+        raise
 
 
 def attend(

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from hybridmem import _kernels
+from hybridmem import _arrays, _kernels
 
 __all__ = [
     "DEFAULT_SEED",
@@ -84,20 +84,6 @@ def splitmix64(seed: int, count: int, start: int = 0) -> NDArray[np.uint64]:
     return z
 
 
-def _float_rows(x: ArrayLike, width: int) -> NDArray[np.float32]:
-    """Checked [n, width] float32, C-contiguous; a vector becomes one row."""
-    array = np.asarray(x)
-    if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
-        raise TypeError(f"x must hold real floating-point numbers, got dtype {array.dtype}")
-    if array.ndim not in (1, 2) or array.shape[-1] != width:
-        raise ValueError(f"x must be [{width}] or [n, {width}], got shape {array.shape}")
-    with np.errstate(over="ignore"):
-        rows = np.ascontiguousarray(array.reshape(-1, width), dtype=np.float32)
-    if not _kernels.all_finite(rows):
-        raise ValueError("x must be finite in float32, got NaN, infinity or too large a number")
-    return rows
-
-
 def _trusted(x: NDArray[np.float32], width: int, name: str) -> None:
     """Shape and layout that the kernels rely on; contents were checked by the caller."""
     if x.dtype != np.float32 or x.ndim != 2 or not x.flags.c_contiguous:
@@ -154,7 +140,7 @@ class Projector:
         Parameters
         ----------
         x : array_like, [embed_dim] or [n, embed_dim]
-            float32; other floating-point types are converted. Not pooled.
+            Of any float type, as for `Store.put`; not pooled.
 
         Returns
         -------
@@ -169,9 +155,9 @@ class Projector:
         ValueError
             Wrong shape, NaN or infinity.
         """
-        rows = _float_rows(x, self.embed_dim)
+        rows, is_vector = _arrays.vectors(x, "x", self.embed_dim)
         out = self.project_rows(rows)
-        return out[0] if np.asarray(x).ndim == 1 else out
+        return out[0] if is_vector else out
 
     def project_rows(self, rows: NDArray[np.float32]) -> NDArray[np.uint8]:
         """As project, for a C-contiguous float32 matrix that is known to be finite."""
@@ -212,20 +198,24 @@ class Projector:
         return self.embed_dim, self.hdc_dim, self.seed
 
 
-def similarity(a: ArrayLike, b: ArrayLike) -> Any:
+def similarity(a: ArrayLike | bytes, b: ArrayLike | bytes) -> Any:
     """Bipolar similarity of packed signatures, 1 - 2 * hamming / bits.
 
     Parameters
     ----------
-    a, b : array_like of uint8, [..., nbytes]
-        Leading axes are broadcast as numpy does.
+    a, b : array_like of uint8, [..., nbytes], or bytes
+        As `project` returns them and as entries hold them. Leading axes are broadcast as numpy
+        does.
 
     Returns
     -------
     float64 or ndarray of float64
         In [-1, 1]; 1 where all bits agree.
     """
-    x, y = np.asarray(a), np.asarray(b)
+    x, y = (
+        np.frombuffer(one, np.uint8) if isinstance(one, (bytes, bytearray)) else np.asarray(one)
+        for one in (a, b)
+    )
     if x.dtype != np.uint8 or y.dtype != np.uint8:
         raise TypeError(f"signatures must be uint8, got {x.dtype} and {y.dtype}")
     if x.ndim == 0 or y.ndim == 0 or x.shape[-1] != y.shape[-1] or x.shape[-1] == 0:

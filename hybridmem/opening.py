@@ -48,7 +48,7 @@ def create(store_dir: StrPath, *, config: Config | None = None, **fields: Any) -
     elif not isinstance(config, Config):
         raise TypeError(f"config must be a hybridmem.Config, got {type(config).__name__}")
     path = _path(store_dir)
-    if path.exists() and not path.is_dir():
+    if os.path.exists(path) and not os.path.isdir(path):  # False where it cannot be looked at
         raise StoreExistsError(
             f"{path} is a file; give a directory that is empty or does not exist"
         )
@@ -164,7 +164,9 @@ def _path(store_dir: StrPath) -> Path:
         raise TypeError(f"store_dir must be a path, got {type(store_dir).__name__}")
     if isinstance(name := os.fspath(store_dir), bytes) or "\0" in name:
         raise ValueError(f"store_dir must be a text path without NUL, got {name!r}")
-    return Path(os.path.abspath(name))
+    if not name:
+        raise ValueError("store_dir must not be empty; give '.' for the current directory")
+    return Path(name).absolute()  # `..` stays: after a symbolic link only the system knows it
 
 
 def _check_vacant(directory: Directory) -> None:

@@ -222,6 +222,7 @@ class Store(Finder):
             If the layer is calibrated already; if neither keys are given nor stored; if entries
             were put with `index_keys`, which are not stored; if all means took more than 1.5 MB.
         """
+        self._writing()
         layer = _arrays.layer_index(layer_idx)
         width = self.config.embed_dim
         given = [
@@ -280,6 +281,7 @@ class Store(Finder):
         int
             The number evicted.
         """
+        self._writing()
         target = _arrays.count(target_entries, "target_entries", 0)
         with self._commit_lock, self._lock:
             writer = self._writing()
@@ -467,14 +469,14 @@ class Store(Finder):
     def _unflushed_bytes(self) -> int:
         return self._writer.unflushed_bytes if self._writer is not None else 0
 
-    def _accessed(self, entry_ids: Sequence[int]) -> None:
+    def _accessed(self, entry_ids: Sequence[int], by: int = 1) -> None:
         if self._writer is None or self._forked:
             return
         counts = self._table.columns["access_count"]
         for entry_id in entry_ids:
-            row = self._row(entry_id)
-            if counts[row] < _MAX_ACCESS:
-                counts[row] += 1
+            row = self._table.find(entry_id)
+            if row is not None:
+                counts[row] = min(max(int(counts[row]) + by, 0), _MAX_ACCESS)
                 self._writer.accessed.add(entry_id)
 
     def _writing(self) -> _commit.Writer:

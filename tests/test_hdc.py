@@ -158,19 +158,21 @@ def test_floating_types_and_layouts(dtype: str) -> None:
 def test_not_finite_is_refused(bad: float) -> None:
     x = np.zeros((3, 10))
     x[2, 9] = bad
-    with pytest.raises(ValueError, match="finite"):
+    with pytest.raises(ValueError, match=r"row 2, column 9 .* (finite|overflows float32)"):
         Projector(10, 64).project(x)
 
 
 @pytest.mark.parametrize(
     ("x", "error", "says"),
     [
-        (np.zeros(9, np.float32), ValueError, r"\[10\] or \[n, 10\], got shape \(9,\)"),
-        (np.zeros((2, 2, 10), np.float32), ValueError, r"got shape \(2, 2, 10\)"),
-        (np.float32(1), ValueError, r"got shape \(\)"),
+        (np.zeros(9, np.float32), ValueError, r"x: got shape \[9\], want \[10\] or \[n, 10\]"),
+        (np.zeros((2, 2, 10), np.float32), ValueError, r"got shape \[2, 2, 10\]"),
+        (np.zeros((1, 2, 10), np.float32), ValueError, r"got shape \[1, 2, 10\]"),
+        (np.float32(1), ValueError, r"got shape \[\]"),
+        (np.ma.masked_array(np.zeros(10), mask=[1] + 9 * [0]), ValueError, "masked"),
         (np.zeros(10, np.int64), TypeError, "int64"),
         (np.zeros(10, np.complex64), TypeError, "complex64"),
-        (["a"] * 10, TypeError, "dtype <U1"),
+        (["a"] * 10, TypeError, "<U1"),
     ],
 )
 def test_wrong_input(x: object, error: type[Exception], says: str) -> None:
@@ -208,6 +210,27 @@ def test_projector_is_a_value() -> None:
 
 
 # similarity
+
+
+@pytest.mark.torch
+def test_tensors_are_projected_like_arrays() -> None:
+    torch = pytest.importorskip("torch")
+    x = torch.randn(3, 10).to(torch.bfloat16).requires_grad_()
+    projector = Projector(10, 128)
+    wanted = projector.project(x.detach().float().numpy())
+    assert np.array_equal(projector.project(x), wanted)
+    assert np.array_equal(projector.project(x[1]), wanted[1])
+    assert np.array_equal(projector.project([x[0], x[2]]), wanted[[0, 2]])
+
+
+def test_no_vectors_have_no_signatures() -> None:
+    assert Projector(10, 128).project(np.empty((0, 10), np.float32)).shape == (0, 16)
+
+
+def test_similarity_takes_the_bytes_that_entries_hold() -> None:
+    a, b = np.random.default_rng(0).integers(0, 256, (2, 16), np.uint8)
+    b[-1] = a[-1] = 0  # which a fixed-width string of numpy would drop
+    assert similarity(a.tobytes(), b) == similarity(a, bytearray(b)) == similarity(a, b)
 
 
 def test_similarity_broadcasts() -> None:

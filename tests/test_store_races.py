@@ -10,6 +10,7 @@ import pytest
 
 import hybridmem
 from hybridmem import _chunks
+from hybridmem._index import IndexView
 
 
 def test_a_put_that_meets_a_calibration_is_centred(
@@ -30,3 +31,37 @@ def test_a_put_that_meets_a_calibration_is_centred(
         during, after = store.put(keys, keys, 0), store.put(keys, keys, 0)
         assert store.get(during).signature == store.get(after).signature
         assert store.get(during).padding == store.get(after).padding != 0
+
+
+@pytest.mark.parametrize("order", ["hamming", "norm"])
+def test_a_query_that_meets_a_refresh_is_of_the_new_commit(
+    order: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(0)
+    query, means = rng.normal(size=16), {"keys": np.full((1, 16), 5.0), "queries": np.ones((1, 16))}
+    with hybridmem.create(tmp_path / "s", embed_dim=16) as writer:
+        if order == "norm":
+            writer.calibrate(0, **means)
+        writer.put(rng.normal(size=(2, 16)), np.ones((2, 16)), 0)
+        writer.flush()
+        with hybridmem.open(tmp_path / "s", "r") as reader:
+            for _ in range(20):
+                writer.put(rng.normal(size=(2, 16)), np.ones((2, 16)), 0)
+            if order == "hamming":
+                writer.calibrate(0, **means)
+            writer.flush()
+            search = IndexView.search
+
+            def meets_refresh(*args: Any) -> Any:
+                monkeypatch.setattr(IndexView, "search", search)
+                found = search(*args)
+                assert reader.refresh()
+                return found
+
+            monkeypatch.setattr(IndexView, "search", meets_refresh)
+            during, after = (
+                [(hit.entry_id, hit.score) for hit in reader.query(query, 0, order=order)]
+                for _ in range(2)
+            )
+            assert during == after
+            assert len(after) == 5

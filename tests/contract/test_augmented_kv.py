@@ -177,6 +177,22 @@ def test_bad_caches(case: str, found: bool, store: Any, rng: np.random.Generator
     assert not store.entries["access_count"].any()
 
 
+@pytest.mark.parametrize("found", [False, True])
+@pytest.mark.parametrize("name", ["cache_k", "cache_v"])
+def test_a_cache_with_nan_costs_no_access(
+    name: str, found: bool, store: Any, rng: np.random.Generator
+) -> None:
+    if found:
+        fill(store, rng, 2)
+        store.query(pair(rng, 1)[0], layer_idx=0, top_k=1)
+    before = store.stats(), store.entries["access_count"].tolist()
+    caches = {"cache_k": pair(rng, 2)[0], "cache_v": pair(rng, 2)[1]}
+    caches[name][1, 3] = np.nan
+    with pytest.raises(ValueError, match=f"{name}: row 1, column 3 is nan"):
+        hybridmem.augmented_kv(pair(rng, 1)[0], store=store, layer_idx=0, **caches)
+    assert (store.stats(), store.entries["access_count"].tolist()) == before
+
+
 @pytest.mark.parametrize("bad", ["query", "layer_idx", "top_k"])
 def test_bad_queries(bad: str, store: Any, rng: np.random.Generator) -> None:
     fill(store, rng, 2)

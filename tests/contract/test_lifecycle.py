@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import gc
 import os
+import pickle
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -101,6 +106,64 @@ def test_unknown_mode(mode: object, store: Any) -> None:
     store.close()
     with pytest.raises((ValueError, TypeError), match="mode"):
         hybridmem.open(store.path, mode=mode)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+@pytest.mark.parametrize("mode", ["r", "r+"])
+def test_a_store_is_neither_copied_nor_pickled(
+    mode: str, copied: Callable[[Any], Any], store: Any, rng: np.random.Generator
+) -> None:
+    fill(store, rng, 2)
+    store.close()
+    with hybridmem.open(store.path, mode) as again:
+        with pytest.raises(TypeError, match=r"cannot be copied or pickled; .*open it"):
+            copied(again)
+        gc.collect()
+        assert len(again.query(ROW, 0)) == 2
+        if mode == "r+":
+            fill(again, rng, 1)
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "file/below", "loop"])
+def test_a_path_where_no_directory_can_be(name: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(hybridmem.StoreIOError, match=name[-20:]):
+        hybridmem.create(tmp_path / name, embed_dim=24)
+    with pytest.raises((hybridmem.StoreIOError, hybridmem.StoreNotFoundError), match=name[-20:]):
+        hybridmem.open(tmp_path / name)
+
+
+def test_an_empty_path_is_refused() -> None:
+    for call in (hybridmem.open, functools.partial(hybridmem.create, embed_dim=24)):
+        with pytest.raises(ValueError, match="store_dir must not be empty"):
+            call("")
+
+
+def test_a_parent_of_a_link_is_that_of_its_target(tmp_path: Path) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "a" / "b")
+    hybridmem.create(f"{tmp_path}/link/../mem", embed_dim=24).close()
+    assert (tmp_path / "a" / "mem" / "index.json").exists()
+
+
+def test_another_store_in_the_place_of_one_that_is_open(
+    store: Any, rng: np.random.Generator
+) -> None:
+    fill(store, rng, 2)
+    wanted = contents(store)
+    store.close()
+    path = Path(store.path)
+    for mode in ("r", "r+"):
+        with hybridmem.open(path, mode) as moved:
+            path.rename(path.with_name("old"))
+            with hybridmem.create(path, embed_dim=24, hdc_dim=512) as other:
+                fill(other, rng, 3)
+                other.flush()
+                assert contents(moved) == wanted
+                assert len(contents(other)) == 3
+        shutil.rmtree(path)
+        path.with_name("old").rename(path)
 
 
 def test_a_new_store_is_at_once_on_disk(tmp_path: Path) -> None:

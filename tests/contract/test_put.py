@@ -241,6 +241,16 @@ def test_put_many_is_all_or_nothing(case: int, store: Any, rng: np.random.Genera
     assert fill(store, rng, 1) == [4]
 
 
+def test_put_many_passes_on_what_its_iterator_raises(store: Any, rng: np.random.Generator) -> None:
+    def entries() -> Any:
+        yield pair(rng, 2)
+        raise TypeError("of the caller's own making")
+
+    with pytest.raises(TypeError, match="own making"):
+        store.put_many(entries(), layer_idx=0)
+    assert len(store) == 0
+
+
 def test_put_many_stores_nothing_when_its_iterator_fails(
     store: Any, rng: np.random.Generator
 ) -> None:

@@ -330,6 +330,19 @@ def check_arrays(hit: Any, keys: Floats, values: Floats) -> None:
         assert array.tobytes() == wanted.tobytes()
 
 
+def test_memory_that_a_hit_shares_cannot_be_made_writeable(
+    store: Any, rng: np.random.Generator
+) -> None:
+    keys, values = pair(rng, 3)
+    store.put(keys, values, layer_idx=0)
+    for _ in range(2):  # not flushed yet, and mapped
+        hit = store.query(keys, 0)[0]
+        for array in (hit.keys, hit.values):
+            with pytest.raises(ValueError, match="WRITEABLE"):
+                array.flags.writeable = True
+        store.flush()
+
+
 STORED = [{}, {"kv_dtype": "float16"}, {"kv_dtype": "bfloat16"}, {"quantize_stored": True}]
 
 

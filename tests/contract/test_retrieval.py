@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -263,6 +264,40 @@ def test_rerank_orders_the_candidates_by_their_keys(
         assert [hit.entry_id for hit in hits] == [i for _, i in order[:3]]
         similarity = {hit.entry_id: hit.score for hit in store.query(query, 0, 40)}
         assert all(hit.score == similarity[hit.entry_id] for hit in hits)
+
+
+@pytest.mark.parametrize("rerank", RERANKS)
+def test_rerank_of_numbers_whose_products_overflow_float32(
+    rerank: str, store: Any, rng: np.random.Generator
+) -> None:
+    query = pair(rng, 2)[0]
+    for _ in range(8):
+        store.put(*(np.float32(2.0**100) * x for x in pair(rng, 3)), layer_idx=0)
+    wide = np.float32(2.0**100) * query
+    q, keys = wide.astype(np.float64), [store.get(i).keys.astype(np.float64) for i in store]
+    halves = (slice(12), slice(12, 24))
+    best = np.array([[(k[:, at] @ q[:, at].T).max(axis=0) for at in halves] for k in keys])
+    wanted = {
+        "pooled": np.array([q.mean(axis=0) @ k.mean(axis=0) for k in keys]),
+        "tokens": (best == best.max(axis=0)).mean(axis=(1, 2)),  # the largest takes all
+        "late": best.mean(axis=(1, 2)),
+    }[rerank]
+    order = np.lexsort((np.arange(8), -wanted)) + 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hits = store.query(wide, 0, 8, rerank=rerank, n_heads=2)
+    assert [hit.entry_id for hit in hits] == order.tolist()
+
+
+@pytest.mark.parametrize("options", [{"bogus": 1}, {"bogus": None}, {"top": 3}])
+def test_options_that_there_are_not(
+    options: dict[str, Any], store: Any, rng: np.random.Generator
+) -> None:
+    query = pair(rng, 2)[0]
+    with pytest.raises(TypeError, match=next(iter(options))):
+        store.query_many(query, 0, **options)
+    with pytest.raises(TypeError, match="rerank_query: got int"):
+        store.query_many(query, 0, rerank="late", rerank_query=5)
 
 
 @pytest.mark.parametrize("rerank", RERANKS)
