@@ -322,7 +322,7 @@ class Finder(Reader):
             self._accessed(accessed)
             return results or [[] for _ in queries]
 
-    def take_back(self, hits: Sequence[Hit]) -> None:
+    def _take_back(self, hits: Sequence[Hit]) -> None:
         """Count a query no longer whose hits could not be used."""
         with self._lock:
             self._queries -= 1

@@ -57,7 +57,7 @@ def augmented_kv(
             _arrays.concatenate_like([hit.values for hit in hits], cache_v, name="cache_v"),
         )
     except ValueError:  # NaN in the cache, or too narrow a type: seen on the way
-        store.take_back(hits)
+        store._take_back(hits)
         raise
 
 

@@ -179,6 +179,7 @@ CALLS: dict[str, Callable[[Any], object]] = {
     "put": lambda s: s.put(ROW, ROW, layer_idx=0),
     "put_many": lambda s: s.put_many([(ROW, ROW)], layer_idx=0),
     "get": lambda s: s.get(1),
+    "source": lambda s: s.source(1),
     "delete": lambda s: s.delete(1),
     "query": lambda s: s.query(ROW, layer_idx=0),
     "query_many": lambda s: s.query_many([ROW], layer_idx=0),
