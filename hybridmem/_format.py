@@ -7,9 +7,10 @@ format or raises `ValueError` saying which rule is broken; callers add the file'
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -20,12 +21,14 @@ __all__ = [
     "FORMAT_VERSION",
     "HEAD_BYTES",
     "ShardHeader",
+    "StoredTensor",
     "decode_json",
     "encode_json",
     "extend_checksums",
     "newer_version",
     "pack_header",
     "parse_header",
+    "parse_tensors",
     "record_dtype",
     "shard_name",
     "shard_number",
@@ -52,6 +55,8 @@ _TENSOR = re.compile(r"([kv])_(0|[1-9]\d{0,19})(|_scale|_zero)\Z", re.ASCII)
 #: Bytes of one element by safetensors dtype.
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I8": 1}
 DTYPES = tuple(ITEM_BYTES)
+#: Likewise, of the columns of records in an export file.
+COLUMN_BYTES = {"U64": 8, "U32": 4, "F32": 4, "U8": 1}
 #: Tensors of one entry, in the order of the columns of a `ShardHeader`.
 SUFFIXES = ("k", "v", "k_scale", "k_zero", "v_scale", "v_zero")
 KEY_SUFFIXES = ("k", "k_scale", "k_zero")
@@ -69,7 +74,6 @@ _COLUMN = {
     ("v", "_scale"): 4,
     ("v", "_zero"): 5,
 }
-_JSON_DTYPES = frozenset(DTYPES)
 
 
 # -- entries.bin ----------------------------------------------------------------------------------
@@ -180,6 +184,7 @@ def _check_density(data: bytes, free: int, member_bytes: int, list_bytes: int) -
 
 
 def _strict_object(data: bytes) -> dict[str, Any]:
+    """Parse a JSON object of integers and strings that names no member twice."""
     try:
         value = json.loads(
             data.decode("utf-8"),
@@ -223,6 +228,17 @@ def shard_number(name: str) -> int | None:
     return int(match[1])
 
 
+class StoredTensor(NamedTuple):
+    """A tensor of a safetensors file: where in the file its bytes are, and their CRC-32C."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    length: int
+    crc: int
+
+
 class ShardHeader:
     """Where the tensors and the source of each entry of a shard lie.
 
@@ -258,7 +274,7 @@ class ShardHeader:
 
 
 def pack_header(
-    tensors: Sequence[tuple[str, str, tuple[int, int], int]], metadata: Mapping[str, str]
+    tensors: Sequence[tuple[str, str, tuple[int, ...], int]], metadata: Mapping[str, str]
 ) -> bytes:
     """Return the first bytes of a safetensors file: header length and header.
 
@@ -278,13 +294,13 @@ def pack_header(
         "__metadata__": {
             "format": "hybridmem",
             "crc32c": "".join(f"{crc:08x}" for *_, crc in tensors),
-            **metadata,
+            **metadata,  # may say that the format is another
         }
     }
     at = 0
-    for name, dtype, (rows, columns), _ in tensors:
-        end = at + rows * columns * ITEM_BYTES[dtype]
-        members[name] = {"dtype": dtype, "shape": [rows, columns], "data_offsets": [at, end]}
+    for name, dtype, shape, _ in tensors:
+        end = at + math.prod(shape) * (ITEM_BYTES | COLUMN_BYTES)[dtype]
+        members[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, end]}
         at = end
     text = json.dumps(members, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % 64)
@@ -293,6 +309,54 @@ def pack_header(
 
 def parse_header(text: bytes, data_bytes: int) -> ShardHeader:
     """Parse the header of a shard whose tensors fill `data_bytes` bytes after it."""
+    metadata, tensors = parse_tensors(text, data_bytes, ITEM_BYTES)
+    found: list[tuple[int, int, StoredTensor]] = []
+    for tensor in tensors:
+        match = _TENSOR.fullmatch(tensor.name)
+        if match is None or int(match[2]) >= 1 << 64:
+            raise ValueError(f"it holds a tensor of the name {tensor.name[:60]!r}")
+        if len(tensor.shape) != 2:
+            raise ValueError(f"its tensor {tensor.name} has {len(tensor.shape)} dimensions")
+        found.append((int(match[2]), _COLUMN[match[1], match[3]], tensor))
+    header = ShardHeader(len({entry_id for entry_id, *_ in found}))
+    header.ids[:] = sorted({entry_id for entry_id, *_ in found})
+    row_of = {entry_id: row for row, entry_id in enumerate(header.ids.tolist())}
+    for entry_id, column, tensor in found:
+        at = row_of[entry_id], column
+        header.start[at] = tensor.start
+        header.length[at] = tensor.length
+        header.dtype[at] = DTYPES.index(tensor.dtype)
+        header.rows[at], header.columns[at] = tensor.shape
+        header.crc[at] = tensor.crc
+    present = header.length[:, : len(SUFFIXES)] >= 0
+    lone = ~present[:, :2].all(axis=1) | (present[:, 2:].any(axis=1) & ~present[:, 2:].all(axis=1))
+    if lone.any():
+        raise ValueError(f"entry {int(header.ids[lone][0])} lacks some of its tensors")
+    if any(name.startswith("source_") for name in metadata):
+        _find_sources(header, text, metadata, row_of)
+    return header
+
+
+def parse_tensors(
+    text: bytes, data_bytes: int, item_bytes: Mapping[str, int]
+) -> tuple[dict[str, Any], list[StoredTensor]]:
+    """Parse the header of a safetensors file as this package writes it.
+
+    Parameters
+    ----------
+    text : bytes
+        From byte 8 on.
+    data_bytes : int
+        Bytes after it.
+    item_bytes : mapping of str to int
+        The dtypes that are allowed, and the bytes of an element.
+
+    Returns
+    -------
+    metadata : dict
+    tensors : list of StoredTensor
+        In the order of their bytes, which fill the file.
+    """
     # The shortest tensor takes 56 bytes, with four members and three lists and objects. Sources
     # are strings, whatever they look like inside.
     _check_density(_SOURCE_MEMBER.sub(b"", text) if b"source_" in text else text, 64, 12, 16)
@@ -301,45 +365,24 @@ def parse_header(text: bytes, data_bytes: int) -> ShardHeader:
     if not isinstance(metadata, dict):
         raise ValueError("it has no __metadata__")
     try:
-        crcs = np.frombuffer(bytes.fromhex(metadata["crc32c"]), ">u4")
+        crcs = np.frombuffer(bytes.fromhex(metadata["crc32c"]), ">u4").tolist()
     except (KeyError, TypeError, ValueError):
         raise ValueError("its metadata has no valid crc32c") from None
     if len(crcs) != len(members):
         raise ValueError(f"its metadata has {len(crcs)} checksums for {len(members)} tensors")
-    base = 8 + len(text)
-    found: list[tuple[int, int, str, int, int, int, int]] = []
-    for name, tensor in members.items():
-        match = _TENSOR.fullmatch(name)
-        if match is None or int(match[2]) >= 1 << 64:
-            raise ValueError(f"it holds a tensor of the name {name[:60]!r}")
-        dtype, rows, columns, start, end = _tensor_fields(name, tensor)
-        found.append((int(match[2]), _COLUMN[match[1], match[3]], dtype, rows, columns, start, end))
-    header = ShardHeader(len({entry_id for entry_id, *_ in found}))
-    header.ids[:] = sorted({entry_id for entry_id, *_ in found})
-    row_of = {entry_id: row for row, entry_id in enumerate(header.ids.tolist())}
-    at = 0
-    for number, (entry_id, column, dtype, rows, columns, start, end) in enumerate(
-        sorted(found, key=lambda tensor: tensor[5:])
+    found = [(name, *_tensor_fields(name, one, item_bytes)) for name, one in members.items()]
+    base, at = 8 + len(text), 0
+    tensors = []
+    for (name, dtype, shape, start, end), crc in zip(
+        sorted(found, key=lambda tensor: tensor[3:]), crcs, strict=True
     ):
         if start != at:
             raise ValueError(f"its tensors overlap or leave a gap at byte {base + at}")
         at = end
-        row = row_of[entry_id]
-        header.start[row, column] = base + start
-        header.length[row, column] = end - start
-        header.dtype[row, column] = DTYPES.index(dtype)
-        header.rows[row, column] = rows
-        header.columns[row, column] = columns
-        header.crc[row, column] = crcs[number]
+        tensors.append(StoredTensor(name, dtype, shape, base + start, end - start, crc))
     if at != data_bytes:
         raise ValueError(f"its tensors fill {at} bytes where the file has {data_bytes}")
-    present = header.length[:, : len(SUFFIXES)] >= 0
-    lone = ~present[:, :2].all(axis=1) | (present[:, 2:].any(axis=1) & ~present[:, 2:].all(axis=1))
-    if lone.any():
-        raise ValueError(f"entry {int(header.ids[lone][0])} lacks some of its tensors")
-    if any(name.startswith("source_") for name in metadata):
-        _find_sources(header, text, metadata, row_of)
-    return header
+    return metadata, tensors
 
 
 def _find_sources(
@@ -364,21 +407,23 @@ def _find_sources(
         raise ValueError("its metadata is not of plain names and strings")
 
 
-def _tensor_fields(name: str, tensor: object) -> tuple[str, int, int, int, int]:
+def _tensor_fields(
+    name: str, tensor: object, item_bytes: Mapping[str, int]
+) -> tuple[str, tuple[int, ...], int, int]:
     try:
         if not isinstance(tensor, dict) or tensor.keys() != {"dtype", "shape", "data_offsets"}:
             raise TypeError
         dtype, shape, offsets = tensor["dtype"], tensor["shape"], tensor["data_offsets"]
-        rows, columns = shape
         start, end = offsets
-        if type(dtype) is not str or dtype not in _JSON_DTYPES:
+        if type(dtype) is not str or dtype not in item_bytes or type(shape) is not list:
             raise TypeError
-        if not all(
-            type(value) is int and 0 <= value < 1 << 62 for value in (rows, columns, start, end)
+        if len(shape) not in (1, 2) or not all(
+            type(value) is int and 0 <= value < 1 << 62 for value in (*shape, start, end)
         ):
             raise TypeError
     except (TypeError, ValueError):
         raise ValueError(f"its tensor {name} has no valid dtype, shape and data_offsets") from None
-    if rows * columns == 0 or end - start != rows * columns * ITEM_BYTES[dtype]:
+    size = math.prod(shape) * item_bytes[dtype]
+    if size == 0 or end - start != size:
         raise ValueError(f"the byte range of its tensor {name} does not fit its shape")
-    return dtype, rows, columns, start, end
+    return dtype, tuple(shape), start, end

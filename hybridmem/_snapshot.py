@@ -18,9 +18,9 @@ from hybridmem.errors import CorruptStoreError
 __all__ = ["Loaded", "initialise", "load", "recover", "rewrite"]
 
 
-def initialise(directory: Directory, config: Config) -> Manifest:
+def initialise(directory: Directory, config: Config, store_id: str | None = None) -> Manifest:
     """Make an empty store in a locked directory; it is durable on return."""
-    manifest = Manifest(config=config, store_id=secrets.token_hex(16), generation=1)
+    manifest = Manifest(config=config, store_id=store_id or secrets.token_hex(16), generation=1)
     directory.update_file(ENTRIES_NAME, [])
     directory.sync()
     directory.rename(directory.write_temporary([manifest.encode()], INDEX_NAME), INDEX_NAME)

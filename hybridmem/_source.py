@@ -11,14 +11,14 @@ import numpy as np
 from hybridmem._codec import Tensor
 from hybridmem._format import SOURCE
 
-__all__ = ["MAX_SOURCE_BYTES", "encode", "fault", "text_of", "value_of"]
+__all__ = ["MAX_SOURCE_BYTES", "encode", "fault", "stored", "text_of", "value_of"]
 
 #: What the source of one entry may take in a header, so that a shard has room for many.
 MAX_SOURCE_BYTES = 1 << 16
 
 
 def encode(source: Any, where: str = "") -> Tensor:
-    """Return a source as it is stored: JSON text, escaped as it stands between two quotes.
+    """Return a source as it is stored.
 
     Parameters
     ----------
@@ -36,12 +36,18 @@ def encode(source: Any, where: str = "") -> Tensor:
         raise TypeError(f"{where}source must be what JSON can hold: {error}") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}source must be what JSON can hold: {error}") from None
-    escaped = json.dumps(text)[1:-1].encode()
-    if len(escaped) > MAX_SOURCE_BYTES:
+    part = stored(text)
+    if part.shape[1] > MAX_SOURCE_BYTES:
         raise ValueError(
-            f"{where}source takes {len(escaped)} bytes as JSON, more than {MAX_SOURCE_BYTES}; "
+            f"{where}source takes {part.shape[1]} bytes as JSON, more than {MAX_SOURCE_BYTES}; "
             "keep large texts elsewhere and give what finds them"
         )
+    return part
+
+
+def stored(text: str) -> Tensor:
+    """Return the JSON text of a source as it stands between two quotes."""
+    escaped = json.dumps(text)[1:-1].encode()
     return Tensor(SOURCE, "I8", (1, len(escaped)), np.frombuffer(escaped, np.int8)[None])
 
 
@@ -69,6 +75,8 @@ def value_of(parts: Sequence[Tensor]) -> Any:
 def fault(parts: Sequence[Tensor]) -> str | None:
     """Return what is wrong with the source among the parts of an entry, or None."""
     try:
+        if any(part.suffix == SOURCE and part.shape[1] > MAX_SOURCE_BYTES for part in parts):
+            return f"its source takes more than {MAX_SOURCE_BYTES} bytes"
         value_of(parts)
     except (ValueError, RecursionError) as error:
         return f"its source is not JSON: {error}"

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from hybridmem import opening
+from hybridmem._adopting import adopt
+from hybridmem._codec import Tensor
 from hybridmem._examine import Examined, examine
 from hybridmem._fileio import Directory
 from hybridmem._format import PARTS
-from hybridmem._shards import tensor_bytes
 from hybridmem.config import Config
 from hybridmem.errors import StoreIOError, StoreNotFoundError
 from hybridmem.results import Fault, Report
-from hybridmem.store import Store
 
 __all__ = ["Fault", "Report", "salvage", "verify"]
 
@@ -84,7 +85,7 @@ def salvage(
         examined = examine(directory, config=config, progress=progress)
         try:
             with opening.create(dst, config=examined.manifest.config) as store:
-                _adopt(store, examined)
+                adopt(store, _sound(examined), examined.manifest)
         finally:
             examined.pool.close()
         return _report(directory, examined)
@@ -112,19 +113,7 @@ def _report(directory: Directory, examined: Examined) -> Report:
     )
 
 
-def _adopt(store: Store, examined: Examined) -> None:
-    """Put sound entries into an empty store as they are: ids, times, counts, stored bytes."""
-    writer, table, manifest = store._writer, store._table, examined.manifest
-    assert writer is not None
-    writer.calibration = manifest.calibration
+def _sound(examined: Examined) -> Iterator[tuple[Any, list[Tensor]]]:
     for record in examined.records[examined.sound]:
-        fields = {name: record[name].item() for name in record.dtype.names[:-1]}
-        parts = examined.pool.load(fields["shard_idx"], fields["entry_id"], PARTS)
-        if not writer.room_for(parts, store.config):
-            writer.spill(store.config)
-        writer.add(fields["entry_id"], parts)
-        signature = np.frombuffer(record["signature"].tobytes(), np.uint8)
-        row = table.append(signature, **fields)
-        store._limits.added(table, row, tensor_bytes(parts))
-    if manifest.next_entry_id < 1 << 64:
-        writer.next_entry_id = manifest.next_entry_id
+        number, entry_id = record["shard_idx"].item(), record["entry_id"].item()
+        yield record, examined.pool.load(number, entry_id, PARTS)

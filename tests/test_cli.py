@@ -335,6 +335,27 @@ def test_snapshot_follows_a_writer_that_compacts(
     assert document("verify", tmp_path / "snap")["ok"]
 
 
+def test_export_and_import_are_a_round_trip(store: Path, tmp_path: Path) -> None:
+    file, back = tmp_path / "out.safetensors", tmp_path / "back"
+    told = document("export", store, file)
+    assert told == {"path": str(file), "entries": ENTRIES - 2, "bytes": file.stat().st_size}
+    assert "exists" in run("export", store, file, code=1).stderr
+    assert document("import", file, back) == {"path": str(back), "entries": ENTRIES - 2}
+    assert document("ls", back)["entries"] == [
+        {**entry, "shard_idx": 0} for entry in document("ls", store)["entries"]
+    ]
+    assert document("info", back)["store_id"] == document("info", store)["store_id"]
+    said = run("export", store, tmp_path / "one", "--layer", 1).stdout
+    assert said.startswith(f"wrote 8 entries to {tmp_path / 'one'}, ")
+    assert (
+        run("import", tmp_path / "one", tmp_path / "b1").stdout
+        == f"{tmp_path / 'b1'} has 8 entries\n"
+    )
+    run("import", tmp_path / "nothing", tmp_path / "b2", code=4)
+    file.write_bytes(file.read_bytes()[:-1])
+    run("import", file, tmp_path / "b2", code=3)
+
+
 def flip(path: Path, offset: int) -> None:
     data = bytearray(path.read_bytes())
     data[offset] ^= 0x10

@@ -2,36 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import click
 
 from hybridmem import _text as text
-from hybridmem._commands.group import DAMAGED, commands, emit, json_option, store_argument
+from hybridmem._commands.group import (
+    DAMAGED,
+    commands,
+    emit,
+    json_option,
+    progress_bar,
+    store_argument,
+)
 from hybridmem.results import Report
 from hybridmem.verify import salvage as salvage_store
 from hybridmem.verify import verify as verify_store
-
-
-@contextlib.contextmanager
-def _progress(label: str) -> Iterator[Callable[[int, int], None]]:
-    """Yield what shows progress on a terminal, once it has taken a second."""
-    from tqdm import tqdm
-
-    bar: Any = tqdm(
-        desc=label, unit=" entries", delay=1, leave=False, disable=not sys.stderr.isatty()
-    )
-    with bar:
-
-        def show(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
-        yield show
 
 
 @commands.command()
@@ -42,7 +29,7 @@ def verify(store: str) -> None:
 
     Exit code 3 if there is one. Nothing is changed; a writer may have the store open.
     """
-    with _progress("verify") as progress:
+    with progress_bar("verify") as progress:
         report = verify_store(store, progress)
     emit({"ok": report.ok, **dataclasses.asdict(report)}, _lines(report))
     if not report.ok:
@@ -58,7 +45,7 @@ def salvage(source: str, target: str) -> None:
 
     Ids, times and access counts are kept. SRC is not changed.
     """
-    with _progress("salvage") as progress:
+    with progress_bar("salvage") as progress:
         report = salvage_store(source, target, progress=progress)
     emit(
         {"saved": report.sound, "target": target, **dataclasses.asdict(report)},

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn, TypeVar
 
 import click
@@ -20,6 +21,7 @@ __all__ = [
     "fail",
     "json_option",
     "pread_option",
+    "progress_bar",
     "read_store",
     "refuse",
     "store_argument",
@@ -160,3 +162,20 @@ def refuse(message: str) -> NoReturn:
 def fail(message: str) -> NoReturn:
     """End the command as failed."""
     raise click.ClickException(message)
+
+
+@contextlib.contextmanager
+def progress_bar(label: str) -> Iterator[Callable[[int, int], None]]:
+    """Yield what shows progress on a terminal, once it has taken a second."""
+    from tqdm import tqdm
+
+    bar: Any = tqdm(
+        desc=label, unit=" entries", delay=1, leave=False, disable=not sys.stderr.isatty()
+    )
+    with bar:
+
+        def show(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield show

@@ -1,12 +1,22 @@
-"""Commands that make other things of a store: snapshot."""
+"""Commands that make other things of a store: snapshot, export, import."""
 
 from __future__ import annotations
+
+import os
 
 import click
 
 import hybridmem
 from hybridmem import _text as text
-from hybridmem._commands.group import commands, emit, json_option, read_store, store_argument
+from hybridmem._commands.group import (
+    commands,
+    emit,
+    json_option,
+    progress_bar,
+    read_store,
+    store_argument,
+)
+from hybridmem.archive import export_store, import_store
 
 #: A writer can remove a shard between the look at the commit and the link; not time after time.
 _ATTEMPTS = 10
@@ -42,4 +52,37 @@ def snapshot(store: str, target: str, copy: bool) -> None:
             "copied": copy,
         },
         [f"{target} has {entries} of generation {stats.generation:,}"],
+    )
+
+
+@commands.command("export")
+@store_argument
+@click.argument("file", type=click.Path())
+@click.option("--layer", type=click.IntRange(0), help="Only this layer.")
+@json_option
+def export(store: str, file: str, layer: int | None) -> None:
+    """Write what STORE holds into FILE, one safetensors file that other programs read too.
+
+    A writer may have the store open.
+    """
+    with progress_bar("export") as progress:
+        count = export_store(store, file, layer_idx=layer, progress=progress)
+    n_bytes = os.path.getsize(file)
+    emit(
+        {"path": file, "entries": count, "bytes": n_bytes},
+        [f"wrote {text.plural(count, 'entry')} to {file}, {text.size(n_bytes)}"],
+    )
+
+
+@commands.command("import")
+@click.argument("file", type=click.Path())
+@click.argument("store", type=click.Path())
+@json_option
+def import_file(file: str, store: str) -> None:
+    """Make STORE, which must not exist, of an export FILE: the same ids, records and bytes."""
+    with progress_bar("import") as progress:
+        count = import_store(file, store, progress=progress)
+    emit(
+        {"path": store, "entries": count},
+        [f"{store} has {text.plural(count, 'entry')}"],
     )
