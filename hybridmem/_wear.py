@@ -14,6 +14,7 @@ import numpy as np
 
 from hybridmem._entries import EntryTable
 from hybridmem._manifest import Manifest
+from hybridmem._shards import MAX_SHARD_ENTRIES
 from hybridmem.config import Config
 
 __all__ = ["dead_records", "disk_shares", "due", "scattered", "worn"]
@@ -43,7 +44,7 @@ def scattered(manifest: Manifest, config: Config, more_than: int = 1) -> set[int
     small = sorted(
         (shard.size, shard.number)
         for shard in manifest.shards
-        if shard.size < config.shard_max_bytes // 4
+        if shard.size < config.shard_max_bytes // 4 and shard.entries < MAX_SHARD_ENTRIES // 4
     )
     if len(small) <= more_than:
         return set()
