@@ -9,13 +9,13 @@ import resource
 import select
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from typing import Any
 
 #: What ru_maxrss counts in.
 _UNIT = 1 if sys.platform == "darwin" else 1024
+_WAIT = 0.25
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,7 @@ def apart(
             os._exit(0)
     os.close(tells)
     try:
-        data, is_late = _read(told, time.monotonic() + seconds)
+        data, is_late = _read(told, seconds)
     finally:
         os.close(told)
         os.kill(child, signal.SIGKILL)  # it has answered, or is late; else it is dead already
@@ -100,14 +100,19 @@ def _virtual_bytes() -> int:
         return int(file.read().split()[0]) * resource.getpagesize()
 
 
-def _read(fd: int, end: float) -> tuple[bytes, bool]:
-    """Read until the other end is closed or the time has come: bytes, whether it was late."""
-    data = b""
-    while True:
-        ready, _, _ = select.select([fd], [], [], max(0, end - time.monotonic()))
+def _read(fd: int, seconds: float) -> tuple[bytes, bool]:
+    """Read until the other end is closed or the time is over: bytes, whether it was late.
+
+    Time is counted in short waits, so that a pause of the whole machine counts for little.
+    """
+    data, waits = b"", round(seconds / _WAIT)
+    while waits > 0:
+        ready, _, _ = select.select([fd], [], [], _WAIT)
         if not ready:
-            return data, True
+            waits -= 1
+            continue
         part = os.read(fd, 1 << 16)
         if not part:
             return data, False
         data += part
+    return data, True

@@ -104,6 +104,15 @@ class Book:
         low = {i: self.committed.low.get(i, 0) for i in self.live}
         return State(dict(self.live), low, dict(self.counts))
 
+    def kept(self, ids: Iterable[int]) -> State:
+        """What a commit would make durable if only these entries were left."""
+        state, left = self.state(), set(ids)
+        items, low, high = (
+            {i: value for i, value in part.items() if i in left}
+            for part in (state.items, state.low, state.high)
+        )
+        return State(items, low, high)
+
     def before(self) -> State:
         """The last commit, as it is while the next one is under way: counts change in place."""
         high = {i: self.counts.get(i, n) for i, n in self.committed.high.items()}

@@ -65,6 +65,7 @@ def answers(store: Any) -> dict[int, tuple[Any, ...]]:
             entry.signature,
             entry.keys.tobytes(),
             entry.values.tobytes(),
+            str(entry.source),
         )
     return out
 
@@ -90,7 +91,8 @@ def specimen(path: Path, seed: int, config: dict[str, Any]) -> list[Commit]:
         for round_ in range(3):
             for i in range(4):
                 keys, values = rng.standard_normal((2, 1 + i, 4)).astype(np.float32)
-                store.put(keys, values, i % LAYERS, 1 + i)
+                source = {"text": f"passage {i}", "n": [i]} if i % 2 else None
+                store.put(keys, values, i % LAYERS, 1 + i, source=source)
             store.query(QUERY, 0)
             store.flush()
             commit()

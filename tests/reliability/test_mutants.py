@@ -12,6 +12,15 @@ from hybridmem._fileio import Directory
 from hybridmem.testing import CrashState, crash_states
 
 from .crashes import Checker, Scratch, recorded, recovery_states
+from .mutants import MUTANTS, ROOT, Mutant, place
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_each_edit_has_its_place(mutant: Mutant) -> None:
+    """All of them are run by tests.reliability.mutants, which takes minutes."""
+    if not (ROOT / "hybridmem").exists():
+        pytest.skip("an installed package is not edited")
+    place(mutant, ROOT / "hybridmem")
 
 
 @pytest.fixture

@@ -131,6 +131,27 @@ def test_sixteen_threads_on_one_store(tmp_path: Path) -> None:
             assert again_.get(entry_id).keys[0, 0] == put[entry_id]
 
 
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_writer_whose_lock_file_went_writes_no_more(replaced: bool, tmp_path: Path) -> None:
+    """Another writer may have taken the lock that is there now."""
+    book = Book()
+    store = hybridmem.create(tmp_path / "mem", embed_dim=4, hdc_dim=256)
+    book.put(store)
+    store.flush()
+    state = book.commit()
+    book.put(store)
+    (tmp_path / "mem" / "lock").unlink()
+    if replaced:
+        with hybridmem.open(tmp_path / "mem") as other:
+            assert state.fits(read(other))
+    for call in (store.flush, store.compact, lambda: store.evict(1)):
+        with pytest.raises(hybridmem.StoreIOError, match=r"removed or replaced|open it again"):
+            call()
+    store.close()
+    with hybridmem.open(tmp_path / "mem", "r") as reader:
+        assert state.fits(read(reader))
+
+
 def test_a_forked_child_reads_what_its_parent_held(tmp_path: Path) -> None:
     """A reader and a writer that were open go on in a child, which sees their snapshot."""
     book = Book()
