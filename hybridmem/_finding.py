@@ -13,7 +13,7 @@ from hybridmem._entries import Bytes, Rows
 from hybridmem._index import IndexView
 from hybridmem._ranking import Ranking, key_scores, spread
 from hybridmem._reading import Floats, Reader
-from hybridmem.results import Audit, Hit
+from hybridmem.results import Audit, Hit, Hits
 
 __all__ = ["Finder"]
 
@@ -82,10 +82,10 @@ class Finder(Reader):
         self._check_open()
         rows = self._rows(query, "query")
         exact = [None if rerank_query is None else self._rows(rerank_query, "rerank_query")]
-        return self._find(
+        return Hits(self._find(
             [rows], layer_idx, top_k, entry_ids, exact, self._hit, order=order, rerank=rerank,
             candidates=candidates, n_heads=n_heads, max_run=max_run, newest=newest,
-        )[0]  # fmt: skip
+        )[0])  # fmt: skip
 
     def query_stored(
         self, query: Any, layer_idx: int, top_k: int = 5, *, entry_ids: Any = None, **options: Any
@@ -137,7 +137,8 @@ class Finder(Reader):
             if len(given) != len(rows):
                 raise ValueError(f"rerank_query: got {len(given)} for {len(rows)} queries")
             exact = [self._rows(one, f"rerank_query {at}") for at, one in enumerate(given)]
-        return self._find(rows, layer_idx, top_k, entry_ids, exact, self._hit, **options)
+        found = self._find(rows, layer_idx, top_k, entry_ids, exact, self._hit, **options)
+        return [Hits(hits) for hits in found]
 
     def audit(
         self,

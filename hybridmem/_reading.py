@@ -15,7 +15,8 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from hybridmem import _arrays, _copies, _snapshot, _source, _wear
+from hybridmem import _arrays, _copies, _html, _snapshot, _source, _wear
+from hybridmem import _text as text
 from hybridmem._codec import Codec, Tensor
 from hybridmem._entries import EntryTable
 from hybridmem._fileio import Directory
@@ -330,6 +331,24 @@ class Reader:
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{self._table.n_alive} entries"
         return f"<hybridmem.Store {str(self.path)!r} mode={self.mode!r} {state}>"
+
+    def _repr_html_(self) -> str:
+        if self._closed:
+            return _html.pairs("Store", [("path", self.path), ("state", "closed")])
+        stats, config = self.stats(), self.config
+        kept = "INT8" if config.quantize_stored else config.kv_dtype
+        return _html.pairs(
+            "Store",
+            [
+                ("path", self.path),
+                ("mode", self.mode),
+                ("model", config.model_id or "not named"),
+                ("entries", f"{stats.entries:,} of {text.plural(stats.tokens, 'token')}"),
+                ("layers", f"{len(stats.entries_by_layer):,}"),
+                ("width", f"{config.embed_dim:,}, kept as {kept}"),
+                ("on disk", text.size(stats.disk_bytes)),
+            ],
+        )
 
     def _check_open(self) -> None:
         if self._closed:

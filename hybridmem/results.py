@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hybridmem import _html
+from hybridmem import _text as text
 from hybridmem.errors import CorruptStoreError
 
-__all__ = ["Audit", "Entry", "Fault", "Hit", "Report", "Stats"]
+__all__ = ["Audit", "Entry", "Fault", "Hit", "Hits", "Report", "Stats"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -93,6 +95,28 @@ class Hit(_Stored):
     score: float
 
 
+class Hits(list[Hit]):
+    """What a query found, best first: a list, which a notebook shows as a table."""
+
+    def _repr_html_(self) -> str:
+        has_source = any(hit.source_json for hit in self)
+        rows = [
+            (
+                rank,
+                f"{hit.score:+.4f}",
+                hit.entry_id,
+                hit.n_tokens,
+                f"{hit.importance:.4g}",
+                *([text.short(hit.source_json)] * has_source),
+            )
+            for rank, hit in enumerate(self, 1)
+        ]
+        layers = ", ".join(map(str, sorted({hit.layer_idx for hit in self})))
+        caption = text.plural(len(self), "hit") + (f" of layer {layers}" if layers else "")
+        header = ("rank", "score", "id", "tokens", "importance", *(["source"] * has_source))
+        return _html.table(caption, header, rows)
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Stats:
     """Counts and sizes of a store.
@@ -132,6 +156,24 @@ class Stats:
     queries: int
     hits: int
     evicted: int
+
+    def _repr_html_(self) -> str:
+        shown = [f"{layer}: {n:,}" for layer, n in list(self.entries_by_layer.items())[:12]]
+        more = len(self.entries_by_layer) - len(shown)
+        return _html.pairs(
+            "Stats",
+            [
+                ("entries", f"{self.entries:,} of {text.plural(self.tokens, 'token')}"),
+                ("layers", (", ".join(shown) or "none") + (f", and {more} more" if more else "")),
+                ("on disk", f"{text.size(self.disk_bytes)} in {text.plural(self.shards, 'shard')}"),
+                ("live", text.size(self.live_bytes)),
+                ("dead", text.size(self.dead_bytes)),
+                ("not flushed", text.size(self.unflushed_bytes)),
+                ("generation", f"{self.generation:,}"),
+                ("queries", f"{self.queries:,}, {text.plural(self.hits, 'hit')}"),
+                ("evicted", f"{self.evicted:,}"),
+            ],
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

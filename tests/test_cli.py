@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -17,11 +18,13 @@ import hybridmem
 
 pytest.importorskip("click", reason="needs click: pip install 'hybridmem[cli]'")
 
+import click
 from click.testing import CliRunner, Result
 
-from hybridmem._commands import commands, move
+from hybridmem._commands import commands, group, move
 from hybridmem._text import age, plural, seconds, size
 from hybridmem.report.facts import eviction_order
+from hybridmem.testing import Faults, installed
 
 WIDTH, TOKENS, ENTRIES = 24, 6, 30
 
@@ -275,6 +278,31 @@ def test_a_damaged_store_is_exit_code_3(store: Path) -> None:
     index = store / "index.json"
     index.write_bytes(index.read_bytes().replace(b'"generation"', b'"generatiom"'))
     assert document("info", store, code=3)["error"]["type"] == "CorruptStoreError"
+
+
+def test_a_full_disk_is_exit_code_6(store: Path, tmp_path: Path) -> None:
+    with installed(Faults(0, "full")):
+        told = document("snapshot", store, tmp_path / "snap", code=6)
+        assert told["error"]["type"] == "StoreFullError"
+        assert "no space left" in run("export", store, tmp_path / "f", code=6).stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["mem"]
+
+
+def test_a_newer_format_is_exit_code_1(store: Path) -> None:
+    index = store / "index.json"
+    index.write_bytes(index.read_bytes().replace(b'"format_version":1', b'"format_version":7'))
+    assert document("info", store, code=1)["error"]["type"] == "VersionError"
+
+
+def test_exit_codes_are_those_of_the_page() -> None:
+    page = Path(__file__).resolve().parent.parent / "docs" / "cli.md"
+    if not page.exists():
+        pytest.skip("needs a copy of the source with its docs")
+    rows = {int(row[1]) for row in re.finditer(r"^\| (\d+) \|", page.read_text(), re.M)}
+    coded = {group.FAILED, group.DAMAGED, group.NO_STORE, group.LOCKED, group.NO_SPACE}
+    assert rows == coded | {0, click.UsageError.exit_code}
+    said = run("--help").stdout.split("Exit codes:")[1]
+    assert {int(number) for number in re.findall(r"\d+", said)} == rows
 
 
 def test_report_is_written_where_it_is_asked_for(store: Path, tmp_path: Path) -> None:
