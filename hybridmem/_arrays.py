@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import operator
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -200,9 +200,13 @@ def entry_id(value: Any) -> int:
 def entry_ids(ids: Any) -> npt.NDArray[np.uint64]:
     """Return ids to search among; those that no entry can have are left out."""
     if not isinstance(ids, np.ndarray):
-        if isinstance(ids, (str, bytes)) or not isinstance(ids, Iterable):
+        try:
+            each = None if isinstance(ids, (str, bytes)) else iter(ids)
+        except TypeError:
+            each = None
+        if each is None:
             raise TypeError(f"entry_ids: got {_short(ids)}, want a sequence of integers")
-        numbers = np.array([count(one, "entry_ids", 0) for one in ids], object)
+        numbers = np.array([count(one, "entry_ids", 0) for one in each], object)
         kept = numbers[numbers < 1 << 64] if len(numbers) else numbers
         return kept.astype(np.uint64)
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):

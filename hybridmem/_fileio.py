@@ -144,7 +144,10 @@ class Directory:
                 lambda: calls.open(LOCK_NAME, os.O_RDWR | os.O_CREAT | _OPEN_FLAGS, 0o666, self._fd)
             )
         except OSError as error:
-            raise _failure(error, f"opening {self.path / LOCK_NAME}") from error
+            failure = _failure(error, f"opening {self.path / LOCK_NAME}")
+            if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+                failure = StoreIOError(f'{failure}; open the store with mode="r" to read only')
+            raise failure from error
         try:
             if not stat.S_ISREG(_again(calls.fstat, fd).st_mode):
                 raise self._corrupt(LOCK_NAME, "is not a regular file")

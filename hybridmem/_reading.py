@@ -172,9 +172,10 @@ class Reader:
     def __contains__(self, entry_id: object) -> bool:
         with self._lock:
             self._check_open()
-            if not isinstance(entry_id, (int, np.integer)) or isinstance(entry_id, bool):
+            try:
+                return self._table.find(_arrays.entry_id(entry_id)) is not None
+            except (KeyError, TypeError):
                 return False
-            return self._table.find(int(entry_id)) is not None
 
     def __iter__(self) -> Iterator[int]:
         """Iterate over the ids there are at this moment, ascending."""

@@ -78,7 +78,15 @@ def test_a_missing_id_is_keyerror(
     assert list(store) == [1, 2, 3]
 
 
-@pytest.mark.parametrize("thing", ["1", 1.5, None, b"1", (1,)])
+@pytest.mark.parametrize("kind", [int, np.uint64, np.int8, np.array])
+def test_what_get_takes_is_in_the_store(kind: Any, store: Any, rng: np.random.Generator) -> None:
+    fill(store, rng, 1)
+    assert store.get(kind(1)).entry_id == 1
+    assert kind(1) in store
+    assert kind(2) not in store
+
+
+@pytest.mark.parametrize("thing", ["1", 1.5, None, b"1", (1,), True])
 def test_what_is_no_id_is_not_in_the_store(
     thing: object, store: Any, rng: np.random.Generator
 ) -> None:

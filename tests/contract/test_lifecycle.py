@@ -221,6 +221,26 @@ def test_every_call_after_close_raises(call: str, mode: str, store: Any) -> None
         assert list(reader) == [1]
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda s: s.evict("x"),
+        lambda s: s.calibrate("x"),
+        lambda s: s.put(None, None, "x"),
+        lambda s: s.put_many(None, "x"),
+        lambda s: s.delete("x"),
+    ],
+)
+def test_a_writing_call_looks_at_the_store_before_its_arguments(
+    call: Callable[[Any], object], store: Any
+) -> None:
+    store.close()
+    with hybridmem.open(store.path, "r") as reader, pytest.raises(hybridmem.ReadOnlyError):
+        call(reader)
+    with pytest.raises(hybridmem.StoreClosedError):
+        call(store)
+
+
 def test_closing_twice_does_nothing(store: Any, rng: np.random.Generator) -> None:
     fill(store, rng, 1)
     store.close()

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import hybridmem
-from hybridmem import _snapshot
+from hybridmem import _fileio, _snapshot
 
 from .helpers import contents, fill, hit_bytes, pair, photograph, run_python
 
@@ -277,6 +277,25 @@ def test_close_gives_the_lock_back(store: Any) -> None:
     shutil.rmtree(store.path)
     hybridmem.create(store.path, embed_dim=24).close()
     assert run_python(TRY_TO_WRITE, store.path) == "opened"
+
+
+@pytest.mark.parametrize("error", [PermissionError(13, "denied"), OSError(30, "read-only")])
+def test_a_writer_that_may_not_write_is_told_to_read(
+    error: OSError, store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.close()
+    system_open = _fileio.calls.open
+
+    def refused(name: str, *args: Any) -> int:
+        if name == "lock":
+            raise error
+        return system_open(name, *args)
+
+    monkeypatch.setattr(_fileio.calls, "open", refused)
+    with pytest.raises(hybridmem.StoreIOError, match='mode="r" to read only'):
+        hybridmem.open(store.path)
+    with hybridmem.open(store.path, "r") as reader:
+        assert len(reader) == 0
 
 
 def test_a_killed_writer_leaves_no_lock(store: Any, rng: np.random.Generator) -> None:

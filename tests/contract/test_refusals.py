@@ -210,7 +210,18 @@ def test_bad_top_k(top_k: Any, filled: Any) -> None:
                 call()
 
 
-@pytest.mark.parametrize("ids", [3, 1.5, "12", [1.5], ["a"], [None], [[1, 2], [3, 4]]], ids=repr)
+class NoLength:
+    """Iterable by its type, but not when it is tried, as a tensor of a number is."""
+
+    def __iter__(self) -> Any:
+        raise TypeError("iteration over a 0-d tensor")
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [3, 1.5, "12", [1.5], ["a"], [None], [[1, 2], [3, 4]], np.array(3), NoLength()],
+    ids=lambda ids: type(ids).__name__ if isinstance(ids, NoLength) else repr(ids),
+)
 def test_bad_entry_ids(ids: Any, filled: Any) -> None:
     with Unchanged(filled), pytest.raises((ValueError, TypeError), match="entry_ids"):
         filled.query(GOOD, layer_idx=0, entry_ids=ids)
