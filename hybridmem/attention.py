@@ -147,10 +147,22 @@ def merge_attention(
     -------
     output, log_sum_exp : float32 arrays
         Of the same shapes. Zeros and -inf where both sets are empty.
+
+    Raises
+    ------
+    ValueError
+        If the shapes are others; nothing is broadcast.
     """
     parts, weights = (output, other_output), (log_sum_exp, other_log_sum_exp)
     arrays = [np.asarray(array, np.float32) for array in (*parts, *weights)]
-    m, heads = arrays[2].shape
+    shapes = [array.shape for array in arrays]
+    m, heads = shapes[2] if len(shapes[2]) == 2 else (0, 0)
+    fits = shapes[0] == shapes[1] and shapes[2] == shapes[3] and len(shapes[0]) == 2 and heads
+    if not fits or shapes[0][0] != m or shapes[0][1] % heads:
+        raise ValueError(
+            "want two outputs [m, heads * head_dim] and two log_sum_exp [m, heads], "
+            f"got {shapes[0]} and {shapes[1]}, {shapes[2]} and {shapes[3]}"
+        )
     total = np.logaddexp(arrays[2], arrays[3])
     with np.errstate(invalid="ignore"):
         shares = [np.nan_to_num(np.exp(lse - total), nan=0.0) for lse in arrays[2:]]

@@ -112,3 +112,13 @@ def test_bad_arguments(tmp_path: Path, wrong: dict[str, object]) -> None:
         with pytest.raises(ValueError, match=next(reversed(wrong))):
             hybridmem.attend(np.ones(8), store, 0, **wrong)
         assert store.stats().queries == 0
+
+
+@pytest.mark.parametrize("at", range(4))
+@pytest.mark.parametrize("shape", [(), (2,), (1, 2), (3, 1), (3, 3), (1, 3, 2)])
+def test_merging_refuses_what_would_be_broadcast(at: int, shape: tuple[int, ...]) -> None:
+    parts = [np.ones((3, 8)), np.ones((3, 2)), np.ones((3, 8)), np.ones((3, 2))]
+    hybridmem.merge_attention(*parts)
+    parts[at] = np.ones(shape)
+    with pytest.raises(ValueError, match=r"want two outputs \[m, heads \* head_dim\]"):
+        hybridmem.merge_attention(*parts)
