@@ -104,6 +104,11 @@ def attend(
         Zeros where nothing was found.
     log_sum_exp : float32 array, shape (m, n_heads)
         Of the scaled products, natural logarithm; -inf where nothing was found.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is invalid, or what is stored is too large for attention in float32.
     """
     heads = _arrays.count(n_heads, "n_heads", 1)
     kv_heads = heads if n_kv_heads is None else _arrays.count(n_kv_heads, "n_kv_heads", 1)
@@ -128,7 +133,12 @@ def attend(
     for tensors in found:
         Codec.attend(tensors, state)
     if found:
-        output.reshape(len(rows), heads, head_dim)[...] /= total[:, :, None]
+        with np.errstate(invalid="ignore"):
+            output.reshape(len(rows), heads, head_dim)[...] /= total[:, :, None]
+        if not np.isfinite(output).all():
+            raise ValueError(
+                "query: its products with stored keys, or sums of stored values, overflow float32"
+            )
     with np.errstate(divide="ignore"):
         return output, top + np.log(total)
 

@@ -101,6 +101,19 @@ def test_large_products_do_not_overflow(tmp_path: Path) -> None:
         np.testing.assert_allclose(lse, [[60000.0]])
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("key", "value"), [(1e30, 1.0), (1.0, 3e38)])
+def test_attention_that_overflows_is_an_error_and_no_nan(
+    key: float, value: float, kv_dtype: str, tmp_path: Path
+) -> None:
+    with hybridmem.create(tmp_path / "s", embed_dim=4, kv_dtype=kv_dtype) as store:
+        for sign in (1, -1) if key > 1 else (1, 1):
+            store.put(np.full((2, 4), sign * key), np.full((2, 4), value), 0)
+        with pytest.raises(ValueError, match="overflow float32"):
+            hybridmem.attend(np.full(4, key), store, 0)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [{"n_heads": 3}, {"n_heads": 4, "n_kv_heads": 3}, {"n_heads": 0}, {"scale": float("nan")}],
