@@ -87,6 +87,11 @@ class Codec:
 
     def __init__(self, kv_dtype: str = "float32", quantize_stored: bool = False) -> None:
         self.dtype = "I8" if quantize_stored else _DTYPES[kv_dtype]
+        endings = ("", "_scale", "_zero") if quantize_stored else ("",)
+        self._wanted = {
+            letters: {letter + ending for letter in letters for ending in endings}
+            for letters in ("kv", "k")
+        }
 
     def nbytes(self, n_tokens: int, embed_dim: int) -> int:
         """Return the bytes of all tensors of an entry.
@@ -183,8 +188,7 @@ class Codec:
         The kernels rely on it: a scale of another shape would be read beyond its end.
         """
         parts = {tensor.suffix: tensor for tensor in tensors}
-        endings = ("", "_scale", "_zero") if self.dtype == "I8" else ("",)
-        wanted = {letter + ending for letter in letters for ending in endings}
+        wanted = self._wanted[letters]
         if len(parts) != len(tensors) or parts.keys() != wanted:
             return f"it has tensors {sorted(t.suffix for t in tensors)}, want {sorted(wanted)}"
         for letter in letters:
@@ -341,6 +345,9 @@ def _dequantized(q: npt.NDArray[np.int8], stored_scale: Tensor, stored_zero: Ten
 
 
 def _aligned(data: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    flags = data.flags
+    if flags.c_contiguous and flags.aligned:
+        return data
     return np.require(data, requirements=("C", "A"))  # other writers need not align
 
 

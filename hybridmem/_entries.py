@@ -216,7 +216,7 @@ class EntryTable:
         if not 0 < entry_id < 1 << 64:
             return None
         ids = self.columns["entry_id"][: self.n_rows]
-        row = int(np.searchsorted(ids, np.uint64(entry_id)))
+        row = int(ids.searchsorted(np.uint64(entry_id)))
         return row if row < self.n_rows and int(ids[row]) == entry_id and self.alive[row] else None
 
     def kill(self, row: int) -> None:

@@ -313,9 +313,13 @@ class Finder(Reader):
                 if not ranking.is_plain:
                     chosen = self._reranked(layer, chosen, queries[at], exact[at], k, ranking)
                 del chosen[k:]
-                score = signatures.spec.score
+                score, tokens = signatures.spec.score, len(signed[at])
+                rows = [self._row(one) for one in chosen]
                 results.append(
-                    [make(self._row(one), score(distance[one], len(signed[at]))) for one in chosen]
+                    [
+                        make(row, score(distance[one], tokens))
+                        for row, one in zip(rows, chosen, strict=True)
+                    ]
                 )
                 accessed += chosen
             self._queries += len(queries)

@@ -239,6 +239,18 @@ class StoredTensor(NamedTuple):
     crc: int
 
 
+_PLACE = np.dtype(
+    [
+        ("start", np.int64),
+        ("length", np.int64),
+        ("rows", np.int64),
+        ("columns", np.int64),
+        ("crc", np.uint32),
+        ("dtype", np.uint8),
+    ]
+)
+
+
 class ShardHeader:
     """Where the tensors and the source of each entry of a shard lie.
 
@@ -246,30 +258,22 @@ class ShardHeader:
     ----------
     ids : uint64 array, shape (n,)
         Entries of the shard, ascending.
-    start, length : int64 arrays, shape (n, 7)
-        Byte range of each part in the file, in the order of `PARTS`; length -1 where absent.
-    dtype : uint8 array, shape (n, 7)
-        Index into `DTYPES`; a source is bytes.
-    rows, columns : int64 arrays, shape (n, 7)
-    crc : uint32 array, shape (n, 7)
-        CRC-32C of the bytes of each part.
+    parts : structured array, shape (n, 7)
+        Of each entry's parts in the order of `PARTS`: first byte in the file, bytes (-1 where it
+        has no such part), rows, columns, CRC-32C of the bytes, index into `DTYPES`. A source is
+        bytes.
     """
 
-    __slots__ = ("columns", "crc", "dtype", "ids", "length", "rows", "start")
+    __slots__ = ("ids", "parts")
 
     def __init__(self, n: int) -> None:
         self.ids = np.zeros(n, np.uint64)
-        shape = n, len(PARTS)
-        self.start = np.zeros(shape, np.int64)
-        self.length = np.full(shape, -1, np.int64)
-        self.dtype = np.zeros(shape, np.uint8)
-        self.rows = np.zeros(shape, np.int64)
-        self.columns = np.zeros(shape, np.int64)
-        self.crc = np.zeros(shape, np.uint32)
+        self.parts = np.zeros((n, len(PARTS)), _PLACE)
+        self.parts["length"] = -1
 
     def find(self, entry_id: int) -> int | None:
         """Return the row of an entry."""
-        at = int(np.searchsorted(self.ids, np.uint64(entry_id)))
+        at = int(self.ids.searchsorted(np.uint64(entry_id)))
         return at if at < len(self.ids) and int(self.ids[at]) == entry_id else None
 
 
@@ -322,13 +326,10 @@ def parse_header(text: bytes, data_bytes: int) -> ShardHeader:
     header.ids[:] = sorted({entry_id for entry_id, *_ in found})
     row_of = {entry_id: row for row, entry_id in enumerate(header.ids.tolist())}
     for entry_id, column, tensor in found:
-        at = row_of[entry_id], column
-        header.start[at] = tensor.start
-        header.length[at] = tensor.length
-        header.dtype[at] = DTYPES.index(tensor.dtype)
-        header.rows[at], header.columns[at] = tensor.shape
-        header.crc[at] = tensor.crc
-    present = header.length[:, : len(SUFFIXES)] >= 0
+        _, dtype, shape, start, length, crc = tensor
+        place = (start, length, *shape, crc, DTYPES.index(dtype))
+        header.parts[row_of[entry_id], column] = place
+    present = header.parts["length"][:, : len(SUFFIXES)] >= 0
     lone = ~present[:, :2].all(axis=1) | (present[:, 2:].any(axis=1) & ~present[:, 2:].all(axis=1))
     if lone.any():
         raise ValueError(f"entry {int(header.ids[lone][0])} lacks some of its tensors")
@@ -394,14 +395,9 @@ def _find_sources(
         entry_id, (start, end) = int(match[1]), match.span(2)
         if entry_id not in row_of:
             raise ValueError(f"it holds a source of entry {entry_id}, but not the entry")
-        at = row_of[entry_id], len(SUFFIXES)
-        header.start[at], header.length[at], header.columns[at] = (
-            8 + start,
-            end - start,
-            end - start,
-        )
-        header.dtype[at], header.rows[at] = DTYPES.index("I8"), 1
-        header.crc[at] = crc32c(match[2])
+        length = end - start
+        place = (8 + start, length, 1, length, crc32c(match[2]), DTYPES.index("I8"))
+        header.parts[row_of[entry_id], len(SUFFIXES)] = place
         named.discard(f"source_{entry_id}")
     if named or not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError("its metadata is not of plain names and strings")

@@ -123,7 +123,7 @@ class Reader:
 
     def _fields(self, row: int) -> dict[str, Any]:
         columns = self._table.columns
-        fields = {name: columns[name][row].item() for name in _ENTRY_FIELDS}
+        fields = {name: columns[name].item(row) for name in _ENTRY_FIELDS}
         parts = self._tensors(row, PARTS)
         tensors = [part for part in parts if part.suffix != SOURCE]
         try:

@@ -175,13 +175,21 @@ def scanned_shard(directory: Directory, number: int) -> ShardInfo | None:
 
 
 class _Open:
-    """An open shard: its mapped bytes, or its descriptor where files are read and not mapped."""
+    """An open shard: its mapped bytes, or its descriptor where files are read and not mapped.
 
-    __slots__ = ("data", "fd")
+    Attributes
+    ----------
+    seen : dict of int to list of Tensor
+        Entries whose parts were all verified, as views of the map: what is found again and again
+        costs a look here.
+    """
+
+    __slots__ = ("data", "fd", "seen")
 
     def __init__(self, data: npt.NDArray[np.uint8] | None, fd: int) -> None:
         self.data = data
         self.fd = fd
+        self.seen: dict[int, list[Tensor]] = {}
 
 
 class ShardPool:
@@ -253,29 +261,38 @@ class ShardPool:
         """
         with self._lock:
             opened = self._opened(number)
+            seen = opened.seen.get(entry_id)
+            if seen is not None:
+                return [part for part in seen if part.suffix in suffixes]
             header = self._headers[number]
             row = header.find(entry_id)
             if row is None:
                 raise self.corrupt(number, f"it does not hold entry {entry_id}")
             verified = self._verified[number]
             tensors = []
-            for column, suffix in enumerate(PARTS):
-                length = int(header.length[row, column])
-                if length < 0 or suffix not in suffixes:
+            complete = True
+            for column, place in enumerate(header.parts[row].tolist()):
+                suffix = PARTS[column]
+                start, length, *shape, crc, kind = place
+                if length < 0:
                     continue
-                start = int(header.start[row, column])
+                if suffix not in suffixes:
+                    complete = False
+                    continue
                 raw = self._bytes(opened, number, start, length)
                 if opened.data is None or not verified[row, column]:
-                    if crc32c(raw) != int(header.crc[row, column]):
+                    if crc32c(raw) != crc:
                         raise self.corrupt(
                             number,
                             f"{suffix} of entry {entry_id} does not match its checksum",
                             start,
                         )
                     verified[row, column] = True
-                dtype = DTYPES[header.dtype[row, column]]
-                shape = int(header.rows[row, column]), int(header.columns[row, column])
-                tensors.append(Tensor(suffix, dtype, shape, raw.view(_NUMPY[dtype]).reshape(shape)))
+                dtype = DTYPES[kind]
+                data: npt.NDArray[Any] = np.ndarray(shape, _NUMPY[dtype], raw)
+                tensors.append(Tensor(suffix, dtype, data.shape, data))
+            if complete and opened.data is not None:
+                opened.seen[entry_id] = tensors
             return tensors
 
     def header(self, number: int) -> ShardHeader:
@@ -349,7 +366,7 @@ class ShardPool:
                 self._agree(number, header, fd)
             self._headers[number] = header
         if number not in self._verified:
-            self._verified[number] = np.zeros(self._headers[number].length.shape, np.bool_)
+            self._verified[number] = np.zeros(self._headers[number].parts.shape, np.bool_)
 
     def _agree(self, number: int, header: ShardHeader, fd: int) -> None:
         """Let the reference reader parse the shard too: what it would read otherwise is refused."""
@@ -363,7 +380,7 @@ class ShardPool:
             raise self.corrupt(number, f"safetensors refuses it: {error}") from None
         except OSError as error:
             raise StoreIOError(f"failed opening {path}: {error}") from error
-        if count != int((header.length[:, : len(SUFFIXES)] >= 0).sum()):
+        if count != int((header.parts["length"][:, : len(SUFFIXES)] >= 0).sum()):
             raise self.corrupt(
                 number, f"safetensors finds {count} tensors in it, its header names others"
             )

@@ -372,7 +372,7 @@ def sign_query(
     """
     _agree(projector, spec)
     _trusted(query, projector.embed_dim, "query")
-    rows = mean_pool(query) if spec.pooled else query
+    rows = mean_pool(query) if spec.pooled and len(query) > 1 else query
     return projector.project_rows(centred(rows, centre, "query"))
 
 
