@@ -18,12 +18,17 @@ class Sizes:
     """How much the benchmarks move; little where they only run as tests."""
 
     def __init__(self, full: bool) -> None:
+        self.full = full
         self.entries = 100_000 if full else 400
         self.layers = 4
         self.large_entries = 200 if full else 8
         self.flush_entries = 64 if full else 2
         self.late_entries = 10_000 if full else 100
         self.cache_tokens = 4096 if full else 64
+
+    def scaled(self, n: int) -> int:
+        """Return a number of entries, small where this is a test."""
+        return n if self.full else max(40, n // 1000)
 
 
 def chunk(rng: np.random.Generator, tokens: int = TOKENS, width: int = WIDTH) -> Floats:

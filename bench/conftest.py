@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 import platform
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -93,6 +94,52 @@ def bandwidth(sizes: Sizes) -> dict[str, float]:
 
 
 @pytest.fixture
+def versus(benchmark: Any) -> Callable[..., None]:
+    """Time a call in turn with others, so that what else the machine does hits all alike.
+
+    versus(title, ours, others, floor=(name, call), per={name: repeats}, rounds=n); `per` says how
+    often a call repeats what is measured, "" stands for ours.
+    """
+
+    def run(
+        title: str,
+        ours: Callable[[], object],
+        others: dict[str, Callable[[], object]],
+        *,
+        floor: tuple[str, Callable[[], object]] | None = None,
+        per: dict[str, int] | None = None,
+        rounds: int = 15,
+    ) -> None:
+        calls = dict(others) | ({floor[0]: floor[1]} if floor else {})
+        taken: dict[str, list[float]] = {name: [] for name in calls}
+        repeats = per or {}
+
+        def in_turn() -> None:
+            for name, call in calls.items():
+                start = time.perf_counter()
+                call()
+                taken[name].append((time.perf_counter() - start) / repeats.get(name, 1))
+
+        benchmark.pedantic(ours, setup=in_turn, rounds=rounds, warmup_rounds=1)
+        benchmark.extra_info["title"] = title
+        if benchmark.disabled:
+            return
+        mine = np.array(benchmark.stats.stats.data) / repeats.get("", 1)
+        benchmark.extra_info["per_round"] = repeats.get("", 1)
+        benchmark.extra_info["others"] = {
+            name: {
+                "seconds": statistics.median(times[-rounds:]),
+                # Of each round by itself: a slow moment of the machine then counts on both sides.
+                "ratio": float(np.median(np.array(times[-rounds:]) / mine)),
+                "is_floor": floor is not None and name == floor[0],
+            }
+            for name, times in taken.items()
+        }
+
+    return run
+
+
+@pytest.fixture
 def floor(benchmark: Any, bandwidth: dict[str, float]) -> Callable[[str, float], None]:
     """Note the time that the bytes of a case take by themselves: floor(kind, bytes)."""
 
@@ -123,8 +170,12 @@ def pytest_benchmark_update_json(config: Any, benchmarks: Any, output_json: dict
         "| case | median | best | floor | best / floor |",
         "|---|---:|---:|---:|---:|",
     ]
+    compared = []
     for case in sorted(output_json["benchmarks"], key=lambda case: str(case["fullname"])):
         stats, info = case["stats"], case["extra_info"]
+        if "others" in info:
+            compared.append(case)
+            continue
         # A case that does several things in a round says so.
         per = info.get("per_round", 1)
         floor = info.get("floor_seconds")
@@ -137,6 +188,24 @@ def pytest_benchmark_update_json(config: Any, benchmarks: Any, output_json: dict
                 else "| | |"
             )
         )
+    lines += [
+        "",
+        "One thread, in turn within each round; medians. Below 1.00 is slower than the floor, and "
+        "above faster than a peer.",
+        "",
+        "| case | median | beside | median | takes ... times as long |",
+        "|---|---:|---|---:|---:|",
+    ]
+    for case in compared:
+        info = case["extra_info"]
+        title, took = info["title"], _time(case["stats"]["median"] / info["per_round"])
+        for name, other in info["others"].items():
+            kind = "floor: " if other["is_floor"] else ""
+            lines.append(
+                f"| {title} | {took} | {kind}{name} | {_time(other['seconds'])} "
+                f"| {other['ratio']:.2f} |"
+            )
+            title = took = ""
     target = Path(config.rootpath) / "bench" / "results" / "latest.md"
     target.parent.mkdir(exist_ok=True)
     target.write_text("\n".join(lines) + "\n")

@@ -1,0 +1,450 @@
+"""Each operation in turn with its floor and its peers, in the same rounds: ratios, not times.
+
+The floor is what the bytes, or the arithmetic, of an operation cost by themselves. Peers are the
+libraries, and the patterns written by hand, that one would use instead. All with one thread.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from cases import TOKENS, WIDTH, Floats, Sizes, chunk, fill
+
+import hybridmem
+from hybridmem import _kernels, hdc
+from hybridmem._codec import Codec
+from hybridmem._index import IndexView, LayerIndex
+
+Bytes = npt.NDArray[np.uint8]
+Calls = dict[str, Callable[[], object]]
+Versus = Callable[..., None]
+
+K = 10
+
+
+def times(n: int, call: Callable[[], object]) -> Callable[[], None]:
+    """A call so short that it is timed by the many."""
+
+    def run() -> None:
+        for _ in range(n):
+            call()
+
+    return run
+
+
+def read(*arrays: npt.NDArray[Any]) -> Callable[[], object]:
+    """Read the bytes of arrays, one thread, as fast as numpy does."""
+    words = [array.reshape(-1).view(np.uint64) for array in arrays]
+    return lambda: [word.sum() for word in words]
+
+
+def signatures(n: int) -> Bytes:
+    return np.random.default_rng(n).integers(0, 256, (n, 512), np.uint8)
+
+
+def view_of(records: Bytes, spec: hdc.SignatureSpec | None = None, tokens: int = 1) -> IndexView:
+    index = LayerIndex(spec or hdc.SignatureSpec())
+    ids = np.arange(1, len(records) + 1)
+    index.extend(ids, np.full(len(ids), tokens, np.uint32), records)
+    return index.view()
+
+
+def best(distances: npt.NDArray[Any], k: int = K) -> npt.NDArray[np.int64]:
+    """The k smallest by hand."""
+    at = np.argpartition(distances, k)[:k]
+    found: npt.NDArray[np.int64] = at[np.argsort(distances[at], kind="stable")]
+    return found
+
+
+def scanners(records: Bytes, query: Bytes) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Exact searches of other libraries for the K nearest; each returns the distances found."""
+    words, asked = records.view(np.uint64), query.view(np.uint64)
+
+    def by_numpy() -> Any:
+        distances = np.bitwise_count(words ^ asked).sum(1, dtype=np.uint32)
+        return distances[best(distances)]
+
+    if hasattr(np, "bitwise_count"):
+        yield "numpy", by_numpy
+    if (faiss := optional("faiss")) is not None:
+        faiss.omp_set_num_threads(1)
+        flat = faiss.IndexBinaryFlat(4096)
+        flat.add(records)
+        yield "FAISS flat", lambda: flat.search(query, K)[0][0]
+    if (numkong := optional("numkong")) is not None:
+
+        def by_numkong() -> Any:
+            distances = np.asarray(numkong.cdist(query, records, "hamming", dtype="uint1"))[0]
+            return distances[best(distances)]
+
+        yield "numkong", by_numkong
+    if (usearch := optional("usearch.index")) is not None:
+        kind = usearch.MetricKind.Hamming
+        yield (
+            "usearch exact",
+            lambda: usearch.search(records, query[0], K, kind, exact=True, threads=1).distances,
+        )
+
+
+def optional(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None
+
+
+@pytest.mark.parametrize("n", [100_000, 1_000_000])
+def test_scan(versus: Versus, sizes: Sizes, n: int) -> None:
+    n = sizes.scaled(n)
+    records, query = signatures(n), signatures(1)
+    view = view_of(records)
+    peers = dict(scanners(records, query))
+    ours = view.search([query], K)[0][1]
+    for name, peer in peers.items():
+        assert np.array_equal(np.sort(np.asarray(peer(), np.int64)), ours), name
+    versus(
+        f"scan, {n:,} entries of a layer, top {K}",
+        lambda: view.search([query], K),
+        peers,
+        floor=("reading the same bytes", read(records)),
+        rounds=11,
+    )
+
+
+def test_batch(versus: Versus, sizes: Sizes) -> None:
+    n = sizes.scaled(100_000)
+    view = view_of(signatures(n))
+    queries = [row[None] for row in signatures(32)]
+    versus(
+        f"scan for 32 queries in a pass, {n:,} entries",
+        lambda: view.search(queries, K),
+        {"32 scans": lambda: [view.search([query], K) for query in queries]},
+        rounds=7,
+    )
+
+
+def test_project(versus: Versus, rng: np.random.Generator) -> None:
+    row, matrix = chunk(rng, 1), chunk(rng, 4096)
+    projector = hdc.Projector(WIDTH)
+    versus(
+        f"project {WIDTH} to 4,096 bits",
+        times(50, lambda: projector.project_rows(row)),
+        {"numpy GEMV": times(2, lambda: matrix @ row[0])},
+        per={"": 50, "numpy GEMV": 2},
+    )
+
+
+def test_pool_and_project(versus: Versus, rng: np.random.Generator) -> None:
+    keys = chunk(rng)
+    projector, spec = hdc.Projector(WIDTH), hdc.SignatureSpec()
+    versus(
+        f"pool {TOKENS} x {WIDTH} and project",
+        times(20, lambda: hdc.sign_entry(projector, spec, keys)),
+        {},
+        floor=("reading the keys", times(20, read(keys))),
+        per={"": 20, "reading the keys": 20},
+    )
+
+
+def test_late_interaction(versus: Versus, sizes: Sizes) -> None:
+    n, asked = sizes.late_entries, 8
+    spec = hdc.SignatureSpec(hdc_dim=16384, signature_tokens=1, signature_bits=256)
+    records = signatures(4 * n).reshape(n, 2048)
+    view = view_of(records, spec, TOKENS)
+    query = signatures(1).reshape(-1, 32)[:asked]
+    # As many bits compared as there are, out of a block that stays in the L1 cache.
+    small = signatures(32)
+    at = np.arange(n * TOKENS * asked // 16, dtype=np.int64) % len(small)
+    out = np.empty(len(at), np.uint32)
+    versus(
+        f"late interaction, {n:,} entries x {TOKENS} tokens x 256 bits, {asked} query tokens",
+        lambda: view.search([query], K),
+        {},
+        floor=("XOR and count in L1", lambda: _kernels.hamming_at(small, at, small[0], out)),
+    )
+
+
+@pytest.mark.parametrize("part", ["quantise", "dequantise"])
+def test_int8(versus: Versus, rng: np.random.Generator, part: str) -> None:
+    codec = Codec(quantize_stored=True)
+    keys, values = chunk(rng), chunk(rng)
+    tensors = codec.encode(keys, values)
+    stored = [np.asarray(tensor.data) for tensor in tensors]
+    both = keys.nbytes + values.nbytes + sum(array.nbytes for array in stored)
+    source = np.ones(both // 2, np.uint8)
+    copy = np.empty_like(source)
+
+    def by_numpy() -> object:
+        made = []
+        for x, axis in ((keys, 0), (values.reshape(TOKENS, -1, 64), 2)):
+            low, high = x.min(axis=axis, keepdims=True), x.max(axis=axis, keepdims=True)
+            scale = (high - low) / 255
+            made.append(np.clip(np.rint((x - low) / scale) - 128, -128, 127).astype(np.int8))
+        return made
+
+    q = [tensor.data for tensor in tensors if tensor.dtype == "I8"]
+    scale = np.full((1, WIDTH), 0.01, np.float32)
+
+    def back_by_numpy() -> object:
+        return [x.astype(np.float32) * scale + scale for x in q]
+
+    ours: dict[str, Callable[[], object]] = {
+        "quantise": lambda: codec.encode(keys, values),
+        "dequantise": lambda: codec.decode(tensors, TOKENS, WIDTH),
+    }
+    versus(
+        f"INT8 {part} keys and values, {TOKENS} x {WIDTH}",
+        times(5, ours[part]),
+        {"numpy expression": by_numpy if part == "quantise" else back_by_numpy},
+        floor=("memcpy, bytes in + out", times(5, lambda: np.copyto(copy, source))),
+        per={"": 5, "memcpy, bytes in + out": 5},
+    )
+
+
+def test_put(versus: Versus, tmp_path: Path, rng: np.random.Generator) -> None:
+    keys, values = chunk(rng), chunk(rng)
+    copies = np.empty_like(keys), np.empty_like(values)
+    with hybridmem.create(tmp_path / "mem", embed_dim=WIDTH) as store:
+        versus(
+            f"put {TOKENS} x {WIDTH} float32",
+            lambda: store.put(keys, values, 0),
+            {},
+            floor=(
+                "memcpy",
+                lambda: (np.copyto(copies[0], keys), np.copyto(copies[1], values)),
+            ),
+            rounds=60,
+        )
+
+
+def test_put_and_flush(
+    versus: Versus, tmp_path: Path, sizes: Sizes, rng: np.random.Generator
+) -> None:
+    keys, values = chunk(rng), chunk(rng)
+    n = sizes.scaled(1000)
+    per_file = (256 << 20) // (keys.nbytes + values.nbytes)
+    runs = iter(range(99))
+
+    def ours() -> None:
+        path = tmp_path / f"mem{next(runs)}"
+        with hybridmem.create(path, embed_dim=WIDTH) as store:
+            for _ in range(n):
+                store.put(keys, values, 0)
+            store.flush()
+        shutil.rmtree(path)
+
+    def raw() -> None:
+        paths = [tmp_path / f"raw{at}" for at in range(-(-n // per_file))]
+        for at, path in enumerate(paths):
+            with open(path, "wb", buffering=0) as file:
+                for _ in range(min(per_file, n - at * per_file)):
+                    file.write(keys)
+                    file.write(values)
+                os.fsync(file.fileno())
+        for path in paths:
+            path.unlink()
+
+    versus(
+        f"put and flush {n * (keys.nbytes + values.nbytes) / 1e9:.2g} GB",
+        ours,
+        {},
+        floor=("raw write and sync", raw),
+        rounds=3,
+    )
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory, sizes: Sizes) -> Path:
+    """100,000 entries over 4 layers, most of one token, 400 as large as a model's."""
+    path = tmp_path_factory.mktemp("mixed") / "mem"
+    rng = np.random.default_rng(3)
+    n, large = sizes.scaled(100_000), sizes.scaled(400)
+    with hybridmem.create(path, embed_dim=WIDTH) as store:
+        directions, rows = rng.standard_normal((2, 256, WIDTH), np.float32)
+        for at in range(n - large):
+            row = rows[at % 256][None]
+            store.put(row, row, at % 4)
+        for at in range(large):
+            # Near one of 20 directions, of which the queries are: 5 in each layer are near each.
+            keys = chunk(rng) + 3 * directions[at // 4 % 20]
+            store.put(keys, keys, at % 4)
+        store.flush()
+    return path
+
+
+def test_query(versus: Versus, mixed: Path, tmp_path: Path, sizes: Sizes) -> None:
+    rng = np.random.default_rng(3)
+    query = rng.standard_normal((256, WIDTH), np.float32)[0]
+    with hybridmem.open(mixed, mode="r", max_open_shards=64) as store:
+        hits = store.query(query, 0)
+        assert [hit.n_tokens for hit in hits] == [TOKENS] * len(hits)
+        n = store.stats().entries_by_layer[0]
+        records = store.entries
+        mine = records[records["layer_idx"] == 0]
+        signed = np.frombuffer(b"".join(mine["signature"]), np.uint8).reshape(-1, 512).copy()
+        view = view_of(signed)
+        projector = hdc.Projector(WIDTH)
+        asked = projector.project_rows(query[None])
+
+        # By hand: a FAISS index a layer, and one memory map of all large entries.
+        by_hand = np.memmap(tmp_path / "kv", np.float32, "w+", shape=(len(hits), 2, TOKENS, WIDTH))
+        for at, hit in enumerate(hits):
+            by_hand[at, 0], by_hand[at, 1] = hit.keys, hit.values
+        place = {
+            int(np.flatnonzero(mine["entry_id"] == h.entry_id)[0]): i for i, h in enumerate(hits)
+        }
+        peers: Calls = {}
+        if (faiss := optional("faiss")) is not None:
+            faiss.omp_set_num_threads(1)
+            flat = faiss.IndexBinaryFlat(4096)
+            flat.add(signed)
+
+            def hand() -> object:
+                signature = projector.project_rows(query[None])
+                _, found = flat.search(signature, 5)
+                return [(by_hand[place[i], 0], by_hand[place[i], 1]) for i in found[0].tolist()]
+
+            peers["FAISS + np.memmap by hand"] = hand
+        versus(
+            f"query, {n:,} of {len(store):,} entries, top 5 of {TOKENS} x {WIDTH} float32",
+            lambda: store.query(query, 0),
+            peers,
+            floor=("the scan alone", lambda: view.search([asked], 5)),
+            rounds=41,
+        )
+
+
+@pytest.mark.parametrize("with_cache", [False, True])
+def test_attend(
+    versus: Versus, large: Path, sizes: Sizes, rng: np.random.Generator, with_cache: bool
+) -> None:
+    heads, head_dim = 28, WIDTH // 28
+    cache_k, cache_v = chunk(rng, sizes.cache_tokens), chunk(rng, sizes.cache_tokens)
+    query = chunk(rng, 1)[0]
+
+    def attention(keys: Floats, values: Floats) -> tuple[Floats, Floats]:
+        out = np.zeros((1, WIDTH), np.float32)
+        top, total = np.full((1, heads), -np.inf, np.float32), np.zeros((1, heads), np.float32)
+        _kernels.attend(query[None], keys, values, heads, heads, head_dim**-0.5, out, top, total)
+        out.reshape(heads, head_dim)[...] /= total.reshape(heads, 1)
+        return out, top + np.log(total)
+
+    of_cache = attention(cache_k, cache_v)
+    with hybridmem.open(large, mode="r") as store:
+
+        def ours() -> Floats:
+            found = hybridmem.attend(query, store, 0, 5, n_heads=heads)
+            cached = attention(cache_k, cache_v) if with_cache else of_cache
+            return hybridmem.merge_attention(*found, *cached)[0]
+
+        def concatenated() -> Floats:
+            return attention(*hybridmem.augmented_kv(query, cache_k, cache_v, store, 0, 5))[0]
+
+        assert np.allclose(ours(), concatenated(), atol=1e-4)
+        versus(
+            f"attend to 5 x {TOKENS} x {WIDTH} and merge, {sizes.cache_tokens:,} cached tokens"
+            + (", the attention to these included" if with_cache else ""),
+            ours,
+            {"augmented_kv + the same attention": concatenated},
+            rounds=7,
+        )
+
+
+@pytest.fixture(scope="module")
+def million(tmp_path_factory: pytest.TempPathFactory, sizes: Sizes) -> Path:
+    """A million entries of one token."""
+    path = tmp_path_factory.mktemp("million") / "mem"
+    with hybridmem.create(path, embed_dim=8) as store:
+        fill(store, sizes.scaled(1_000_000), 4, np.random.default_rng(5), 1)
+    return path
+
+
+def test_open(versus: Versus, million: Path) -> None:
+    def ours() -> int:
+        with hybridmem.open(million, mode="r") as store:
+            return len(store)
+
+    versus(
+        f"open {ours():,} entries",
+        ours,
+        {},
+        floor=("reading entries.bin", lambda: (million / "entries.bin").read_bytes()),
+        rounds=5,
+    )
+
+
+def test_put_to_a_million(versus: Versus, million: Path, tmp_path: Path) -> None:
+    row = np.ones((1, 8), np.float32)
+    shutil.copytree(million, tmp_path / "large")
+    with (
+        hybridmem.open(tmp_path / "large") as store,
+        hybridmem.create(tmp_path / "small", embed_dim=8) as small,
+    ):
+        n = len(store)
+        for _ in range(1000):
+            small.put(row, row, 0)
+        versus(
+            f"put a token to {n:,} entries",
+            times(20, lambda: store.put(row, row, 0)),
+            {"put to 1,000 entries": times(20, lambda: small.put(row, row, 0))},
+            per={"": 20, "put to 1,000 entries": 20},
+            rounds=41,
+        )
+
+
+def test_query_among_other_layers(versus: Versus, many: Path, tmp_path: Path) -> None:
+    """The same layer, alone in a store and beside three others."""
+    with (
+        hybridmem.open(many, mode="r", max_open_shards=64) as store,
+        hybridmem.create(tmp_path / "alone", embed_dim=64) as alone,
+    ):
+        for at in store:
+            entry = store.get(at)
+            if entry.layer_idx == 0:
+                alone.put(entry.keys, entry.values, 0)
+        alone.flush()
+        query = np.random.default_rng(2).standard_normal(64, np.float32)
+        store.query(query, 0)
+        versus(
+            f"query {len(alone):,} entries of a layer, {len(store) - len(alone):,} in others",
+            times(5, lambda: store.query(query, 0)),
+            {"without the others": times(5, lambda: alone.query(query, 0))},
+            per={"": 5, "without the others": 5},
+            rounds=21,
+        )
+
+
+def test_steady(versus: Versus, tmp_path: Path, sizes: Sizes) -> None:
+    """put and flush where each put evicts: at many entries and at few."""
+    row = np.ones((1, 64), np.float32)
+    stores = {}
+    for n in (sizes.scaled(50_000), 1_000):
+        store = hybridmem.create(tmp_path / str(n), embed_dim=64, max_entries=n)
+        for _ in range(n):
+            store.put(row, row, 0)
+        store.flush()
+        stores[n] = store
+
+    def put_and_flush(store: hybridmem.Store) -> None:
+        store.put(row, row, 0)
+        store.flush()
+
+    (many, few) = stores.values()
+    try:
+        versus(
+            f"put + flush at max_entries = {len(many):,}",
+            lambda: put_and_flush(many),
+            {"at 1,000": lambda: put_and_flush(few)},
+            rounds=60,
+        )
+    finally:
+        for store in stores.values():
+            store.close()
