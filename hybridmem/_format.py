@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -229,7 +229,10 @@ def shard_number(name: str) -> int | None:
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of a safetensors file: where in the file its bytes are, and their CRC-32C."""
+    """A tensor of a safetensors file: where in the file its bytes are, and their CRC-32C.
+
+    As a part of an entry it is named by its suffix.
+    """
 
     name: str
     dtype: str
@@ -275,6 +278,17 @@ class ShardHeader:
         """Return the row of an entry."""
         at = int(self.ids.searchsorted(np.uint64(entry_id)))
         return at if at < len(self.ids) and int(self.ids[at]) == entry_id else None
+
+    def parts_of(self, row: int) -> Iterator[tuple[int, StoredTensor]]:
+        """Yield the parts that an entry has, each with its column."""
+        for column, place in enumerate(self.parts[row].tolist()):
+            start, length, rows, columns, crc, dtype = place
+            if length >= 0:
+                shape = rows, columns
+                yield (
+                    column,
+                    StoredTensor(PARTS[column], DTYPES[dtype], shape, start, length, crc),
+                )
 
 
 def pack_header(

@@ -17,12 +17,10 @@ from hybridmem import _source
 from hybridmem._codec import Tensor
 from hybridmem._fileio import Buffer, Directory
 from hybridmem._format import (
-    DTYPES,
     HEADER_FIXED_BYTES,
     HEADER_TENSOR_BYTES,
     ITEM_BYTES,
     MAX_HEADER_BYTES,
-    PARTS,
     SOURCE,
     SUFFIXES,
     ShardHeader,
@@ -271,26 +269,21 @@ class ShardPool:
             verified = self._verified[number]
             tensors = []
             complete = True
-            for column, place in enumerate(header.parts[row].tolist()):
-                suffix = PARTS[column]
-                start, length, *shape, crc, kind = place
-                if length < 0:
-                    continue
-                if suffix not in suffixes:
+            for column, part in header.parts_of(row):
+                if part.name not in suffixes:
                     complete = False
                     continue
-                raw = self._bytes(opened, number, start, length)
+                raw = self._bytes(opened, number, part.start, part.length)
                 if opened.data is None or not verified[row, column]:
-                    if crc32c(raw) != crc:
+                    if crc32c(raw) != part.crc:
                         raise self.corrupt(
                             number,
-                            f"{suffix} of entry {entry_id} does not match its checksum",
-                            start,
+                            f"{part.name} of entry {entry_id} does not match its checksum",
+                            part.start,
                         )
                     verified[row, column] = True
-                dtype = DTYPES[kind]
-                data: npt.NDArray[Any] = np.ndarray(shape, _NUMPY[dtype], raw)
-                tensors.append(Tensor(suffix, dtype, data.shape, data))
+                data: npt.NDArray[Any] = np.ndarray(part.shape, _NUMPY[part.dtype], raw)
+                tensors.append(Tensor(part.name, part.dtype, data.shape, data))
             if complete and opened.data is not None:
                 opened.seen[entry_id] = tensors
             return tensors

@@ -19,7 +19,6 @@ from hybridmem._copies import new_directory
 from hybridmem._fileio import Buffer, Directory
 from hybridmem._format import (
     COLUMN_BYTES,
-    DTYPES,
     ITEM_BYTES,
     SOURCE,
     SUFFIXES,
@@ -178,12 +177,9 @@ def _written(
         row = header.find(entry_id)
         if row is None:
             raise store._pool.corrupt(number, f"it does not hold entry {entry_id}")
-        for column, suffix in enumerate(SUFFIXES):
-            if header.length[row, column] >= 0:
-                dtype = DTYPES[header.dtype[row, column]]
-                shape = int(header.rows[row, column]), int(header.columns[row, column])
+        for _, (suffix, dtype, shape, _, _, crc) in header.parts_of(row):
+            if suffix != SOURCE:
                 name = f"{suffix[0]}_{entry_id}{suffix[1:]}"
-                crc = int(header.crc[row, column])
                 pieces.append(
                     (ITEM_BYTES[dtype], name, dtype, shape, crc, (number, entry_id, suffix))
                 )
