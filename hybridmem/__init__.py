@@ -1,5 +1,8 @@
 """HybridMem: a memory on disk for the keys and values that leave a language model's cache."""
 
+import importlib
+from typing import Any
+
 from hybridmem import hdc
 from hybridmem._kernels import simd_level
 from hybridmem.attention import attend, augmented_kv, merge_attention
@@ -51,3 +54,12 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+#: Imported when first asked for: most programs need none of them.
+_LATER = ("archive", "plot", "report", "testing", "verify")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LATER:
+        return importlib.import_module(f"hybridmem.{name}")
+    raise AttributeError(f"module 'hybridmem' has no attribute {name!r}")

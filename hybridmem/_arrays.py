@@ -380,8 +380,21 @@ def _tokens(a: Any, name: str, width: int | None, wanted: str, vector_ok: bool =
         shape = (1, *shape)
     fits = len(shape) >= 2 and width in (None, shape[-1])
     if not fits or any(axis != 1 for axis in shape[:-2]):
-        raise ValueError(f"{name}: got shape {_shape(a)}, want {wanted}")
+        raise ValueError(f"{name}: got shape {_shape(a)}, want {wanted}{_hint(shape, width)}")
     return int(shape[-2])
+
+
+def _hint(shape: tuple[int, ...], width: int | None) -> str:
+    """What may help who brought heads in another form."""
+    if not shape or width is None:
+        return ""
+    if len(shape) == 3 and shape[0] * shape[2] == width:
+        return "; heads go side by side: x.swapaxes(0, 1).reshape(n_tokens, -1)"
+    if len(shape) == 3 and shape[1] * shape[2] == width:
+        return "; heads go side by side: x.reshape(n_tokens, -1)"
+    if len(shape) < 3 and shape[-1] > width and shape[-1] % width == 0:
+        return "; of grouped queries those that share keys are summed, or use hybridmem.attend"
+    return ""
 
 
 def _float32(a: npt.NDArray[Any]) -> Floats:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -54,6 +55,14 @@ def prepare(codec: Codec, signatures: Signatures, layer: int, width: int, given:
                 f"{where}index_keys must have a row for each of keys, "
                 f"got {list(indexed.shape)} for {list(k.shape)}"
             )
+    spec = signatures.spec
+    if not spec.pooled and len(k) > spec.slots * spec.signature_tokens:
+        warnings.warn(
+            f"only the first {spec.slots * spec.signature_tokens} tokens of an entry are found "
+            f"by their own signatures: hdc_dim={spec.hdc_dim} has room for {spec.slots} of them; "
+            "make the store with a larger hdc_dim, or put shorter chunks",
+            stacklevel=2,
+        )
     if source is not None:
         tensors.append(_source.encode(source, where))
     nbytes = sum(memoryview(tensor.data).nbytes for tensor in tensors)

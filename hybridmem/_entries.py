@@ -299,7 +299,13 @@ class EntryTable:
         """Return the bytes of the committed records, uint8 [n, record bytes]."""
         if self._records is None:
             assert self._directory is not None
-            fd, _ = self._directory.open_file(ENTRIES_NAME)
+            try:
+                fd, _ = self._directory.open_file(ENTRIES_NAME)
+            except FileNotFoundError:
+                path = str(self._directory.path / ENTRIES_NAME)
+                raise CorruptStoreError(
+                    f"{path} was removed while the store was open", path=path
+                ) from None
             try:
                 self._map(fd, self._first_new)
             finally:

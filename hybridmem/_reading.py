@@ -319,7 +319,13 @@ class Reader:
 
     def __del__(self) -> None:
         if not getattr(self, "_closed", True):
-            warnings.warn(f"{self!r} was not closed", ResourceWarning, stacklevel=2)
+            lost = self._unflushed_bytes()
+            warnings.warn(
+                f"{self!r} was not closed"
+                + (f": {lost} bytes that were put and not flushed are lost" if lost else ""),
+                RuntimeWarning if lost else ResourceWarning,  # the latter is not shown by default
+                stacklevel=2,
+            )
             self._release()
 
     def __reduce__(self) -> NoReturn:

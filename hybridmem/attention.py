@@ -42,6 +42,7 @@ def augmented_kv(
     TypeError, ValueError
         If an argument is invalid; no query is counted.
     """
+    _check_store(store)
     width = store.config.embed_dim
     n_keys = _arrays.cache_tokens(cache_k, "cache_k", width)
     n_values = _arrays.cache_tokens(cache_v, "cache_v", width)
@@ -110,9 +111,12 @@ def attend(
     TypeError, ValueError
         If an argument is invalid, or what is stored is too large for attention in float32.
     """
+    _check_store(store)
     heads = _arrays.count(n_heads, "n_heads", 1)
     kv_heads = heads if n_kv_heads is None else _arrays.count(n_kv_heads, "n_kv_heads", 1)
     width = store.config.embed_dim
+    if n_kv_heads is None and width % heads:
+        raise ValueError(f"n_heads: got {heads}, want a divisor of embed_dim={width}")
     if heads % kv_heads or width % kv_heads:
         raise ValueError(
             f"n_kv_heads: got {kv_heads}, want a divisor of n_heads={heads} and embed_dim={width}"
@@ -141,6 +145,11 @@ def attend(
             )
     with np.errstate(divide="ignore"):
         return output, top + np.log(total)
+
+
+def _check_store(store: object) -> None:
+    if not isinstance(store, Store):
+        raise TypeError(f"store: got {type(store).__name__}, want an open hybridmem.Store")
 
 
 def merge_attention(

@@ -35,7 +35,7 @@ class Config:
     seed : int
         Seeds the projection; the same seed gives the same bits on every machine.
     max_entries : int, default 0
-        Entries kept; `put` evicts to keep it. 0 is unlimited.
+        Entries kept; `put` evicts to keep it, others than the one that it brings. 0 is unlimited.
     max_disk_bytes : int, default 0
         Bytes of all files of the directory, held after every flush. 0 is unlimited.
     shard_max_bytes : int, default 256 MiB
@@ -50,7 +50,9 @@ class Config:
     signature_tokens : int, default 0
         Tokens per sub-signature; 0 makes one signature of the whole entry.
     signature_bits : int, default 0
-        Bits of a sub-signature, a multiple of 64 up to `hdc_dim`; 0 is `hdc_dim`.
+        Bits of a sub-signature, a multiple of 64 up to `hdc_dim`; 0 is `hdc_dim`. An entry has
+        room for `hdc_dim // signature_bits` of them; tokens beyond have none. For one of 256 bits
+        for each token of entries of 64: `hdc_dim=16384, signature_tokens=1, signature_bits=256`.
     model_id : str, optional
         Any name of the weights that the keys and values come from, of at most 1,024 characters.
 
@@ -98,7 +100,8 @@ class Config:
         if not isinstance(self.kv_dtype, str):
             raise TypeError(f"kv_dtype must be one of {KV_DTYPES}, got {_described(self.kv_dtype)}")
         if self.kv_dtype not in KV_DTYPES:
-            raise ValueError(f"kv_dtype must be one of {KV_DTYPES}, got {self.kv_dtype!r}")
+            hint = "; for INT8 give quantize_stored=True" if "int8" in self.kv_dtype.lower() else ""
+            raise ValueError(f"kv_dtype must be one of {KV_DTYPES}, got {self.kv_dtype!r}{hint}")
         if self.model_id is not None:
             if not isinstance(self.model_id, str):
                 raise TypeError(

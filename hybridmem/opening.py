@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ def create(store_dir: StrPath, *, config: Config | None = None, **fields: Any) -
         If a field of the configuration is invalid.
     """
     if config is None:
-        config = Config(**fields)
+        config = _configured(fields)
     elif fields:
         raise TypeError(f"give a config or its fields, not both: got config and {sorted(fields)}")
     elif not isinstance(config, Config):
@@ -62,6 +63,18 @@ def create(store_dir: StrPath, *, config: Config | None = None, **fields: Any) -
     except BaseException:
         directory.close()
         raise
+
+
+def _configured(fields: dict[str, Any]) -> Config:
+    names = [field.name for field in dataclasses.fields(Config)]
+    unknown = sorted(fields.keys() - set(names))
+    if unknown:
+        raise TypeError(f"create: no field is called {', '.join(unknown)}; there are {names}")
+    if "embed_dim" not in fields:
+        raise TypeError(
+            "create: embed_dim is missing, the width of one token's keys, all heads side by side"
+        )
+    return Config(**fields)
 
 
 def open(
@@ -120,8 +133,10 @@ def open(
     path = _path(store_dir)
     try:
         directory = Directory(path)
-    except (FileNotFoundError, NotADirectoryError):
+    except FileNotFoundError:
         raise StoreNotFoundError(f"no store in {path}: there is no such directory") from None
+    except NotADirectoryError:
+        raise StoreNotFoundError(f"no store in {path}: it is a file and no directory") from None
     except OSError as error:
         raise StoreIOError(f"failed opening {path}: {error}") from error
     try:
@@ -134,8 +149,9 @@ def open(
         loaded = _salvaged(directory, mode, io) if salvage else _snapshot.load(directory, io)
         stored_id = loaded.manifest.config.model_id
         if model_id is not None and model_id != stored_id:
+            whose = "an unnamed model" if stored_id is None else f"the model {stored_id!r}"
             raise ModelMismatchError(
-                f"{path} holds keys and values of the model {stored_id!r}, not of {model_id!r}: "
+                f"{path} holds keys and values of {whose}, not of {model_id!r}: "
                 "open it without model_id or use this model's own store"
             )
         if mode == "r+":
@@ -172,7 +188,10 @@ def _path(store_dir: StrPath) -> Path:
 def _check_vacant(directory: Directory) -> None:
     names = directory.names()
     if INDEX_NAME in names:
-        raise StoreExistsError(f"{directory.path} holds a store; open it with hybridmem.open")
+        raise StoreExistsError(
+            f"{directory.path} holds a store; open it with hybridmem.open, or give another "
+            "directory"
+        )
     # What a `create` that died has left is no store yet.
     started = {ENTRIES_NAME, LOCK_NAME, RESERVE_NAME}
     others = [name for name in names if name not in started and not is_temporary(name)]
