@@ -12,7 +12,7 @@ ARGS   ?=
 # How long the reliability run goes on.
 MINUTES ?= 30
 
-.PHONY: help venv demo test clients bench lint types docs torture sdist clean
+.PHONY: help venv demo test clients bench lint types docs torture sanitize sdist clean
 
 help:
 	@echo "make demo     real keys and values through a store, with a table of what came back"
@@ -23,6 +23,7 @@ help:
 	@echo "make types    mypy --strict, pyright, stubtest"
 	@echo "make docs     the documentation as HTML, under docs/_build/html"
 	@echo "make torture  crash states, faults, kills, mutations, for MINUTES=$(MINUTES)"
+	@echo "make sanitize the kernels' tests under AddressSanitizer, UndefinedBehaviorSanitizer, valgrind"
 	@echo "make sdist    source distribution and a wheel built from it, under dist"
 	@echo "make clean    removes all that these made"
 
@@ -73,6 +74,9 @@ docs: $(VENV)/.installed-docs
 
 torture: $(VENV)/.installed-test
 	$(BIN)/python -m tests.reliability.torture --minutes $(MINUTES)
+
+sanitize: $(VENV)/.installed-test
+	PYTHON="$(abspath $(BIN))/python" tools/sanitize.sh
 
 sdist: $(VENV)/.installed-build
 	$(BIN)/python -m build

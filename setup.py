@@ -10,6 +10,8 @@ HERE = Path(__file__).parent
 
 # For hunting a fault: HYBRIDMEM_CHECKED=1 python setup.py build_ext --inplace --force
 CHECKED = bool(os.environ.get("HYBRIDMEM_CHECKED"))
+# For tools/sanitize.sh: what gcc and clang call the sanitizers to build with.
+SANITIZERS = os.environ.get("HYBRIDMEM_SANITIZE", "")
 
 DIRECTIVES = {
     "language_level": 3,
@@ -30,7 +32,12 @@ class BuildKernels(build_ext):
 
     def build_extensions(self) -> None:
         flags = MSVC_FLAGS if self.compiler.compiler_type == "msvc" else UNIX_FLAGS
+        if SANITIZERS:
+            sanitize = [f"-fsanitize={SANITIZERS}", "-fno-sanitize-recover=all"]
+            flags = [*flags, *sanitize, "-fno-omit-frame-pointer", "-O1", "-g1"]
         for extension in self.extensions:
+            if SANITIZERS:
+                extension.extra_link_args = [*sanitize, *extension.extra_link_args]
             extension.extra_compile_args = [*flags, *extension.extra_compile_args]
         super().build_extensions()
 

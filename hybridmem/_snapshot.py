@@ -22,7 +22,6 @@ def initialise(directory: Directory, config: Config, store_id: str | None = None
     """Make an empty store in a locked directory; it is durable on return."""
     manifest = Manifest(config=config, store_id=store_id or secrets.token_hex(16), generation=1)
     directory.update_file(ENTRIES_NAME, [])
-    directory.sync()
     directory.rename(directory.write_temporary([manifest.encode()], INDEX_NAME), INDEX_NAME)
     directory.sync()
     return manifest

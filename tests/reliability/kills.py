@@ -14,8 +14,10 @@ import hybridmem
 from .kill_writer import content, work
 
 
-def kill_often(path: Path, times: int, seed: int = 0) -> dict[str, int]:
-    """Kill a writer so many times and check the store after each."""
+def kill_often(
+    path: Path, times: int, seed: int = 0, *, until: float = float("inf")
+) -> dict[str, int]:
+    """Kill a writer so many times, or until some time, and check the store after each."""
     rng = random.Random(seed)
     hybridmem.create(path, embed_dim=8, hdc_dim=256, shard_max_bytes=2000).close()
     counts = {"kills": 0, "commits": 0, "in_flight": 0}
@@ -36,6 +38,8 @@ def kill_often(path: Path, times: int, seed: int = 0) -> dict[str, int]:
             assert any(_fits(found, *one) for one in allowed), (
                 f"kill {number}: holds {found}, allowed {allowed}"
             )
+        if time.monotonic() > until:
+            break
     return counts
 
 

@@ -22,13 +22,13 @@ def scratch() -> Iterator[Scratch]:
     scratch.remove()
 
 
-@pytest.mark.parametrize(("kind", "forever"), kinds())
+@pytest.mark.parametrize(("kind", "forever"), list(kinds()))
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_the_kth_call_fails(name: str, kind: str, forever: bool, scratch: Scratch) -> None:
     assert sweep(name, kind, forever, scratch, step=7) > 0
 
 
-@pytest.mark.parametrize(("kind", "forever"), kinds())
+@pytest.mark.parametrize(("kind", "forever"), list(kinds()))
 @pytest.mark.parametrize("mode", ["create", "r", "r+"])
 def test_opening_fails(mode: str, kind: str, forever: bool, tmp_path: Path) -> None:
     if mode != "create":
