@@ -389,6 +389,7 @@ class Writer:
         """Take over a manifest that is committed and remove the shards that it no longer names."""
         self.manifest = manifest
         self._committing = False
+        self._directory.remove_leaving()
         for number in dead:
             self._pool.forget(number)
             self.live.pop(number, None)

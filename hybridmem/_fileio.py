@@ -14,38 +14,25 @@ import mmap
 import os
 import secrets
 import stat
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from hybridmem._syscalls import Buffer, Syscalls
-from hybridmem.errors import CorruptStoreError, StoreFullError, StoreIOError, StoreLockedError
+from hybridmem._attempts import IOV_MAX, UnknownOutcomeError, again, failure, grouped
+from hybridmem._syscalls import O_DIRECTORY, O_SAFELY, Buffer, Syscalls
+from hybridmem._windows import WindowsSyscalls
+from hybridmem.errors import CorruptStoreError, StoreIOError, StoreLockedError
 
 __all__ = ["Buffer", "Directory", "Syscalls", "UnknownOutcomeError", "calls", "is_temporary"]
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
 LOCK_NAME = "lock"
 _TMP_PREFIX, _TMP_SUFFIX = ".hybridmem-", ".tmp"
-_OPEN_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-#: Buffers handed to one writev; IOV_MAX is 1024 on Linux and macOS.
-_IOV_MAX = 512
-_GROUP_BYTES = 8 << 20
 #: A single write is capped by Linux at 2 GiB - 4 KiB; stay below.
 _WRITE_MAX = 1 << 30
-#: Interruptions of one call after which it is taken for failed.
-_MAX_INTERRUPTIONS = 1000
-
-
-class UnknownOutcomeError(StoreIOError):
-    """A sync or the committing rename failed: what reached the disk is not known."""
-
-
-calls = Syscalls()
+calls: Syscalls = WindowsSyscalls() if sys.platform == "win32" else Syscalls()
 
 
 def is_temporary(name: str) -> bool:
@@ -57,26 +44,10 @@ def _temporary_name() -> str:
     return f"{_TMP_PREFIX}{secrets.token_hex(8)}{_TMP_SUFFIX}"
 
 
-def _again(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Make a call that a signal may interrupt before it has done anything."""
-    for _ in range(_MAX_INTERRUPTIONS):
-        with contextlib.suppress(InterruptedError):
-            return call(*args, **kwargs)
-    return call(*args, **kwargs)
-
-
 def _close(fd: int) -> None:
     # If it fails the descriptor is gone all the same, and what was written was synced before.
     with contextlib.suppress(OSError):
         calls.close(fd)
-
-
-def _failure(error: OSError, doing: str) -> StoreIOError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return StoreFullError(
-            f"no space left while {doing}: {error.strerror}; free space or evict, then flush again"
-        )
-    return StoreIOError(f"failed {doing}: [{errno.errorcode.get(error.errno or 0, '?')}] {error}")
 
 
 class Directory:
@@ -89,10 +60,12 @@ class Directory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY
-        self._fd = _again(lambda: calls.open(os.fspath(path), flags))
+        flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | O_DIRECTORY
+        self._fd = again(lambda: calls.open(os.fspath(path), flags))
         self._lock_fd = -1
         self._pid = os.getpid()
+        #: Files that no commit needs and that could not be removed: on Windows, mapped ones.
+        self._leaving: set[str] = set()
 
     # -- whole directory --------------------------------------------------------------------------
 
@@ -115,7 +88,7 @@ class Directory:
                     parent.close()
             return cls(path)
         except OSError as error:
-            raise _failure(error, f"making the directory {path}") from error
+            raise failure(error, f"making the directory {path}") from error
 
     def close(self) -> None:
         """Close the descriptors. In a forked child this leaves the parent's lock alone."""
@@ -140,18 +113,18 @@ class Directory:
             If another open writer, in this process or another, holds it.
         """
         try:
-            fd = _again(
-                lambda: calls.open(LOCK_NAME, os.O_RDWR | os.O_CREAT | _OPEN_FLAGS, 0o666, self._fd)
+            fd = again(
+                lambda: calls.open(LOCK_NAME, os.O_RDWR | os.O_CREAT | O_SAFELY, 0o666, self._fd)
             )
         except OSError as error:
-            failure = _failure(error, f"opening {self.path / LOCK_NAME}")
+            refused = failure(error, f"opening {self.path / LOCK_NAME}")
             if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-                failure = StoreIOError(f'{failure}; open the store with mode="r" to read only')
-            raise failure from error
+                refused = StoreIOError(f'{refused}; open the store with mode="r" to read only')
+            raise refused from error
         try:
-            if not stat.S_ISREG(_again(calls.fstat, fd).st_mode):
+            if not stat.S_ISREG(again(calls.fstat, fd).st_mode):
                 raise self._corrupt(LOCK_NAME, "is not a regular file")
-            _again(lambda: calls.flock(fd))
+            again(lambda: calls.flock(fd))
         except CorruptStoreError:
             _close(fd)
             raise
@@ -162,7 +135,7 @@ class Directory:
                     f"{self.path} is open for writing elsewhere; close that store, "
                     'or open this one with mode="r"'
                 ) from None
-            raise _failure(error, f"locking {self.path / LOCK_NAME}") from error
+            raise failure(error, f"locking {self.path / LOCK_NAME}") from error
         self._lock_fd = fd
 
     def check_lock(self) -> None:
@@ -175,12 +148,12 @@ class Directory:
         """
         path = self.path / LOCK_NAME
         try:
-            named = _again(calls.stat, LOCK_NAME, self._fd)
-            is_ours = os.path.samestat(named, _again(calls.fstat, self._lock_fd))
+            named = again(calls.stat, LOCK_NAME, self._fd)
+            is_ours = os.path.samestat(named, again(calls.fstat, self._lock_fd))
         except FileNotFoundError:
             is_ours = False
         except OSError as error:
-            raise _failure(error, f"looking at {path}") from error
+            raise failure(error, f"looking at {path}") from error
         if not is_ours:
             raise UnknownOutcomeError(
                 f"{path} was removed or replaced, and another writer may be at work: "
@@ -190,32 +163,34 @@ class Directory:
     def names(self) -> list[str]:
         """Return the names in the directory."""
         try:
-            return _again(lambda: calls.listdir(self._fd))
+            return again(lambda: calls.listdir(self._fd))
         except OSError as error:
-            raise _failure(error, f"listing {self.path}") from error
+            raise failure(error, f"listing {self.path}") from error
 
     def size(self, name: str) -> int:
         """Return the size of a regular file in bytes."""
         try:
-            status = _again(lambda: calls.stat(name, self._fd))
+            status = again(lambda: calls.stat(name, self._fd))
         except FileNotFoundError:
             raise
         except OSError as error:
-            raise _failure(error, f"looking at {self.path / name}") from error
+            raise failure(error, f"looking at {self.path / name}") from error
         if not stat.S_ISREG(status.st_mode):
             raise self._corrupt(name, "is not a regular file")
         return status.st_size
 
-    def total_bytes(self) -> int:
-        """Return the sum of the sizes of all files of the directory."""
+    def total_bytes(self, *, leaving: bool = True) -> int:
+        """Return the sum of the sizes of all files, or of those that are not to be removed."""
         total = 0
         for name in self.names():
+            if not leaving and name in self._leaving:
+                continue
             try:
-                total += _again(calls.stat, name, self._fd).st_size
+                total += again(calls.stat, name, self._fd).st_size
             except FileNotFoundError:
                 continue  # a writer removed it between the two calls
             except OSError as error:
-                raise _failure(error, f"looking at {self.path / name}") from error
+                raise failure(error, f"looking at {self.path / name}") from error
         return total
 
     def sync(self) -> None:
@@ -227,18 +202,18 @@ class Directory:
     def open_file(self, name: str) -> tuple[int, int]:
         """Open a regular file for reading; return descriptor and size."""
         try:
-            fd = _again(lambda: calls.open(name, os.O_RDONLY | _OPEN_FLAGS, 0, self._fd))
+            fd = again(lambda: calls.open(name, os.O_RDONLY | O_SAFELY, 0, self._fd))
         except OSError as error:
             if error.errno == errno.ENOENT:
                 raise
             if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
                 raise self._corrupt(name, "is not a regular file") from None
-            raise _failure(error, f"opening {self.path / name}") from error
+            raise failure(error, f"opening {self.path / name}") from error
         try:
-            status = _again(calls.fstat, fd)
+            status = again(calls.fstat, fd)
         except OSError as error:
             _close(fd)
-            raise _failure(error, f"looking at {self.path / name}") from error
+            raise failure(error, f"looking at {self.path / name}") from error
         if not stat.S_ISREG(status.st_mode):
             _close(fd)
             raise self._corrupt(name, "is not a regular file")
@@ -250,9 +225,9 @@ class Directory:
         while done < len(buffer):
             part = buffer[done : done + _WRITE_MAX]
             try:
-                count = _again(calls.preadv, fd, part, offset + done)
+                count = again(calls.preadv, fd, part, offset + done)
             except OSError as error:
-                raise _failure(error, f"reading {self.path / name}") from error
+                raise failure(error, f"reading {self.path / name}") from error
             if count == 0:
                 break
             done += count
@@ -280,7 +255,7 @@ class Directory:
         try:
             return calls.mmap(fd, length)
         except OSError as error:
-            raise _failure(error, f"mapping {self.path / name}") from error
+            raise failure(error, f"mapping {self.path / name}") from error
         except ValueError as error:
             raise self._corrupt(name, "was cut short while it was opened") from error
 
@@ -291,7 +266,7 @@ class Directory:
         try:
             return calls.memmap(fd, dtype, count)
         except OSError as error:
-            raise _failure(error, f"mapping {self.path / name}") from error
+            raise failure(error, f"mapping {self.path / name}") from error
         except ValueError as error:
             raise self._corrupt(name, "was cut short while it was opened") from error
 
@@ -308,11 +283,11 @@ class Directory:
         The file is removed again if anything fails.
         """
         name = _temporary_name()
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OPEN_FLAGS
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | O_SAFELY
         try:
-            fd = _again(lambda: calls.open(name, flags, 0o666, self._fd))
+            fd = again(lambda: calls.open(name, flags, 0o666, self._fd))
         except OSError as error:
-            raise _failure(error, f"making a file for {what}") from error
+            raise failure(error, f"making a file for {what}") from error
         try:
             try:
                 self._write(fd, buffers, 0, what)
@@ -321,7 +296,7 @@ class Directory:
                 _close(fd)
         except OSError as error:
             self.remove(name)
-            raise _failure(error, f"writing {what}") from error
+            raise failure(error, f"writing {what}") from error
         except BaseException:
             self.remove(name)
             raise
@@ -331,19 +306,19 @@ class Directory:
         """Write, sync and name a new file. The name is durable after the next `sync`."""
         temporary = self.write_temporary(buffers, name)
         try:
-            _again(lambda: calls.rename(temporary, name, self._fd))
+            again(lambda: calls.rename(temporary, name, self._fd))
         except OSError as error:
             self.remove(temporary)
-            raise _failure(error, f"naming {self.path / name}") from error
+            raise failure(error, f"naming {self.path / name}") from error
 
     def update_file(self, name: str, pieces: Sequence[tuple[int, Sequence[Buffer]]]) -> None:
         """Write pieces (offset, buffers) into a file, made where missing, and sync its data."""
         try:
-            fd = _again(
-                lambda: calls.open(name, os.O_WRONLY | os.O_CREAT | _OPEN_FLAGS, 0o666, self._fd)
+            fd = again(
+                lambda: calls.open(name, os.O_WRONLY | os.O_CREAT | O_SAFELY, 0o666, self._fd)
             )
         except OSError as error:
-            raise _failure(error, f"opening {self.path / name}") from error
+            raise failure(error, f"opening {self.path / name}") from error
         try:
             try:
                 for offset, buffers in pieces:
@@ -352,44 +327,44 @@ class Directory:
             finally:
                 _close(fd)
         except OSError as error:
-            raise _failure(error, f"writing {self.path / name}") from error
+            raise failure(error, f"writing {self.path / name}") from error
 
     def truncate_file(self, name: str, length: int) -> None:
         """Cut a file to `length` bytes that are all committed."""
         try:
-            fd = _again(lambda: calls.open(name, os.O_WRONLY | _OPEN_FLAGS, 0, self._fd))
+            fd = again(lambda: calls.open(name, os.O_WRONLY | O_SAFELY, 0, self._fd))
             try:
-                _again(lambda: calls.ftruncate(fd, length))
+                again(lambda: calls.ftruncate(fd, length))
             finally:
                 _close(fd)
         except OSError as error:
-            raise _failure(error, f"cutting {self.path / name}") from error
+            raise failure(error, f"cutting {self.path / name}") from error
 
     def overwrite_temporary(self, name: str, data: Buffer) -> None:
         """Fill a preallocated file with `data`, cut it to size and sync: needs no new space."""
         try:
-            fd = _again(lambda: calls.open(name, os.O_WRONLY | _OPEN_FLAGS, 0, self._fd))
+            fd = again(lambda: calls.open(name, os.O_WRONLY | O_SAFELY, 0, self._fd))
             try:
                 self._write(fd, [data], 0, name)
-                _again(lambda: calls.ftruncate(fd, len(data)))
+                again(lambda: calls.ftruncate(fd, len(data)))
                 self._sync(fd, name, calls.fsync)
             finally:
                 _close(fd)
         except OSError as error:
-            raise _failure(error, f"writing {self.path / name}") from error
+            raise failure(error, f"writing {self.path / name}") from error
 
     def preallocate(self, name: str, length: int) -> None:
         """Make sure that a file of at least `length` allocated bytes has this name."""
         try:
-            fd = _again(
-                lambda: calls.open(name, os.O_WRONLY | os.O_CREAT | _OPEN_FLAGS, 0o666, self._fd)
+            fd = again(
+                lambda: calls.open(name, os.O_WRONLY | os.O_CREAT | O_SAFELY, 0o666, self._fd)
             )
             try:
-                _again(lambda: calls.fallocate(fd, length))
+                again(lambda: calls.fallocate(fd, length))
             finally:
                 _close(fd)
         except OSError as error:
-            raise _failure(error, f"reserving space in {self.path / name}") from error
+            raise failure(error, f"reserving space in {self.path / name}") from error
 
     def rename(self, src: str, dst: str) -> None:
         """Give a file another name, replacing what had it.
@@ -400,43 +375,50 @@ class Directory:
             If it failed: which of the two names the file has is not known.
         """
         try:
-            _again(lambda: calls.rename(src, dst, self._fd))
+            again(lambda: calls.rename(src, dst, self._fd))
         except OSError as error:
-            raise UnknownOutcomeError(str(_failure(error, f"renaming {src} to {dst}"))) from error
+            raise UnknownOutcomeError(str(failure(error, f"renaming {src} to {dst}"))) from error
 
     def remove(self, name: str) -> bool:
         """Remove a file that no commit needs; return whether it is gone."""
         try:
-            _again(lambda: calls.unlink(name, self._fd))
+            again(lambda: calls.unlink(name, self._fd))
         except FileNotFoundError:
-            return True
+            pass
         except OSError:
-            return False  # an orphan: the next writer removes it when it opens
+            self._leaving.add(name)  # an orphan: removed by a later commit, or at the next open
+            return False
+        self._leaving.discard(name)
         return True
+
+    def remove_leaving(self) -> None:
+        """Try again to remove what could not be removed."""
+        for name in list(self._leaving):
+            self.remove(name)
 
     # -- directories beside each other ------------------------------------------------------------
 
     def link(self, name: str, target: Directory) -> None:
         """Give a file the same name in another directory of the same file system too."""
         try:
-            _again(lambda: calls.link(name, self._fd, target._fd))
+            again(lambda: calls.link(name, self._fd, target._fd))
         except FileNotFoundError:
             raise
         except OSError as error:
-            raise _failure(error, f"linking {self.path / name} into {target.path}") from error
+            raise failure(error, f"linking {self.path / name} into {target.path}") from error
 
     def make_temporary_directory(self) -> Directory:
         """Make a directory in this one, under a name of its own."""
         path = self.path / _temporary_name()
         try:
-            _again(lambda: calls.mkdir(os.fspath(path), 0o777))
+            again(lambda: calls.mkdir(os.fspath(path), 0o777))
             try:
                 return Directory(path)
             except BaseException:
                 self._rmdir(path.name)
                 raise
         except OSError as error:
-            raise _failure(error, f"making a directory in {self.path}") from error
+            raise failure(error, f"making a directory in {self.path}") from error
 
     def remove_directory(self, directory: Directory) -> None:
         """Remove a directory of this one with its files, as far as that goes; it is closed."""
@@ -448,7 +430,7 @@ class Directory:
 
     def _rmdir(self, name: str) -> None:
         with contextlib.suppress(OSError):
-            _again(lambda: calls.rmdir(name, self._fd))
+            again(lambda: calls.rmdir(name, self._fd))
 
     # -- pieces -----------------------------------------------------------------------------------
 
@@ -457,16 +439,16 @@ class Directory:
         return CorruptStoreError(f"{path} {why}", path=path)
 
     def _write(self, fd: int, buffers: Iterable[Buffer], offset: int, what: object) -> None:
-        for views in _grouped(buffers):
+        for views in grouped(buffers):
             offset = self._write_all(fd, views, offset, what)
 
     @staticmethod
     def _write_all(fd: int, views: list[memoryview], offset: int, what: object) -> int:
         at = 0
         while at < len(views):
-            batch = views[at : at + _IOV_MAX]
+            batch = views[at : at + IOV_MAX]
             batch[0] = batch[0][:_WRITE_MAX]
-            count = _again(calls.writev, fd, batch, offset)
+            count = again(calls.writev, fd, batch, offset)
             if count <= 0:
                 raise StoreIOError(f"the system wrote nothing to {what} and gave no reason")
             offset += count
@@ -481,25 +463,9 @@ class Directory:
         # Linux marks pages clean after a failed fsync: a second one proves nothing (fsyncgate,
         # 2018).
         try:
-            _again(sync, fd)
+            again(sync, fd)
         except OSError as error:
             raise UnknownOutcomeError(
                 f"syncing {what} failed ({error}); what reached the disk is not known: "
                 "close this store and open it again"
             ) from error
-
-
-def _grouped(buffers: Iterable[Buffer]) -> Iterator[list[memoryview]]:
-    """Gather what may come from a generator into writes that are large, but not kept for long."""
-    group: list[memoryview] = []
-    size = 0
-    for buffer in buffers:
-        view = memoryview(buffer).cast("B")
-        if len(view):
-            group.append(view)
-            size += len(view)
-        if size >= _GROUP_BYTES or len(group) == _IOV_MAX:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group

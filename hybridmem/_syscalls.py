@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import mmap
 import os
 import sys
@@ -12,9 +11,19 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Buffer", "Syscalls"]
+if sys.platform != "win32":
+    import fcntl
+
+__all__ = ["O_DIRECTORY", "O_SAFELY", "Buffer", "Syscalls"]
 
 Buffer = bytes | bytearray | memoryview
+
+#: Opens a directory; a bit of our own where the system has none.
+O_DIRECTORY: int = getattr(os, "O_DIRECTORY", 1 << 28)
+#: Opens no link, waits for no pipe and is closed when another program takes over.
+O_SAFELY: int = (
+    getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+)
 
 
 class Syscalls:

@@ -412,7 +412,7 @@ class Store(Finder):
     def _keep_disk_limit(self, writer: _commit.Writer) -> None:
         """Bring the directory below max_disk_bytes: first by compaction, then by eviction."""
         limit = self.config.max_disk_bytes
-        while (size := self._directory.total_bytes()) > limit:
+        while (size := self._directory.total_bytes(leaving=False)) > limit:
             victims = _wear.worn(writer.manifest, writer.live)
             if victims or _wear.dead_records(self._table):
                 self._compact(writer, victims)
