@@ -6,7 +6,6 @@ import html
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -168,26 +167,23 @@ def _maps(facts: Facts) -> str:
 def _next_out(facts: Facts) -> str:
     if not facts.next_out:
         return ""
-    with_source = any(entry["source"] is not None for entry in facts.next_out)
-    rows = [
-        (
-            str(entry["entry_id"]),
-            str(entry["layer_idx"]),
-            f"{entry['importance']:.3g}",
-            f"{entry['access_count']:,}",
-            text.age((facts.made - entry["timestamp"]) / 1e9),
-            *([_source(entry["source"])] * with_source),
+    header = ("entry", "layer", "importance", "accesses", "age")
+    rows: list[tuple[str, ...]] = []
+    for entry in facts.next_out:
+        rows.append(
+            (
+                str(entry["entry_id"]),
+                str(entry["layer_idx"]),
+                f"{entry['importance']:.3g}",
+                f"{entry['access_count']:,}",
+                text.age((facts.made - entry["timestamp"]) / 1e9),
+            )
         )
-        for entry in facts.next_out
-    ]
-    header = ("entry", "layer", "importance", "accesses", "age", *(["source"] * with_source))
+        if entry["source"] is not None:
+            said = text.short(json.dumps(entry["source"], ensure_ascii=False), 90)
+            rows.append((f'<td class="said" colspan="{len(header)}">{html.escape(said)}</td>',))
     about = "What an eviction would take, in this order: importance * (1 + log(1 + accesses))."
     return _card("Next to go", about, _table(header, rows))
-
-
-def _source(source: Any) -> str:
-    said = None if source is None else json.dumps(source, ensure_ascii=False)
-    return f'<td class="said">{html.escape(text.short(said, 120))}</td>'
 
 
 def _shards(facts: Facts) -> str:
