@@ -12,6 +12,7 @@ import importlib.util
 import inspect
 import pydoc
 import re
+import runpy
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -88,6 +89,18 @@ def test_every_python_block_runs(
                 value.close()
     if skipped:
         pytest.skip(f"{page.name}: the rest ran, but {'; '.join(skipped)}")
+
+
+def test_the_tour_prints_what_it_says() -> None:
+    from hybridmem import demo
+
+    tool = ROOT / "tools" / "write_outputs.py"
+    if not (tool.exists() and demo.DATA.exists()):
+        pytest.skip("needs a copy of the source with its tools and the sample")
+    space = runpy.run_path(str(tool))
+    page = space["PAGE"].read_text()
+    assert page.count("```text\n```") == 0
+    assert space["renewed"](page) == page, "python tools/write_outputs.py brings it up to date"
 
 
 def shell_lines() -> list[Any]:
