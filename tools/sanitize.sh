@@ -10,7 +10,7 @@ python=${PYTHON:-.venv/bin/python}
 build=$(mktemp -d)
 trap 'rm -rf "$build"' EXIT
 
-cp -r hybridmem tests setup.py pyproject.toml README.md LICENSE MANIFEST.in "$build"
+cp -r hybridmem tests docs setup.py pyproject.toml README.md LICENSE MANIFEST.in "$build"
 rm -f "$build"/hybridmem/_kernels.c "$build"/hybridmem/_kernels.*.so
 cd "$build"
 HYBRIDMEM_SANITIZE=address,undefined "$python" setup.py -q build_ext --inplace

@@ -40,6 +40,12 @@ class State:
             for entry_id, (item, count) in found.items()
         )
 
+    def without(self, ids: Iterable[int]) -> State:
+        """What it would be without some entries."""
+        gone = set(ids)
+        items = {i: item for i, item in self.items.items() if i not in gone}
+        return State(items, self.low, self.high)
+
 
 def arrays(entry_id: int, n_tokens: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Keys and values that say which entry they belong to."""
@@ -103,15 +109,6 @@ class Book:
         """What a commit makes durable now, and what it may have got to while it is under way."""
         low = {i: self.committed.low.get(i, 0) for i in self.live}
         return State(dict(self.live), low, dict(self.counts))
-
-    def kept(self, ids: Iterable[int]) -> State:
-        """What a commit would make durable if only these entries were left."""
-        state, left = self.state(), set(ids)
-        items, low, high = (
-            {i: value for i, value in part.items() if i in left}
-            for part in (state.items, state.low, state.high)
-        )
-        return State(items, low, high)
 
     def before(self) -> State:
         """The last commit, as it is while the next one is under way: counts change in place."""

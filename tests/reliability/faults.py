@@ -92,7 +92,7 @@ def sweep(name: str, kind: str, forever: bool, scratch: Scratch, step: int = 1) 
         root = scratch.new()
         before = descriptors()
         try:
-            if not _one(OPERATIONS[name](root), Faults(at, kind, forever=forever)):
+            if not _one(OPERATIONS[name](root), Faults(at, kind, forever=forever), forever):
                 return count
         except AssertionError as error:
             raise AssertionError(f"{name}, call {at}, {kind}, {forever=}: {error}") from error
@@ -103,7 +103,7 @@ def sweep(name: str, kind: str, forever: bool, scratch: Scratch, step: int = 1) 
         count += 1
 
 
-def _one(case: Case, faults: Faults) -> bool:
+def _one(case: Case, faults: Faults, forever: bool) -> bool:
     store, book = case.store, case.book
     old, committed = book.state(), book.before()
     failed = False
@@ -112,6 +112,8 @@ def _one(case: Case, faults: Faults) -> bool:
             case.act()
         except hybridmem.HybridMemError:
             failed = True
+    left = [name for name in os.listdir(store.path) if name.startswith(".hybridmem-")]
+    assert forever or not left, f"{left} was left"
     new = case.after()
     states = [committed, old, new]
     found = read(store)

@@ -229,7 +229,18 @@ def full_disk(life: Life) -> None:
     except hybridmem.StoreFullError:
         life.recorder.base = calls
     life.flush()
-    life.compact()  # whose new records must have their last name before marks alone are committed
+    life.compact()
+    # What is pending has no room, so the marks are committed alone, with no sync but their own.
+    life.put(importance=9)
+    gone = life.book.lowest(1)
+    before = life.book.before()
+    life.now("evict with something pending", before, before.without(gone))
+    life.recorder.base = Faults(0, "full", base=calls)
+    with contextlib.suppress(hybridmem.StoreFullError):
+        life.store.evict(len(life.book.live) - 1)
+    life.book.drop(gone)
+    life.recorder.base = calls
+    life.commit("flush", life.store.flush, before.without(gone))
     life.recorder.base = Faults(0, "full", base=calls)
     life.evict(1)
     life.recorder.base = calls
