@@ -98,7 +98,8 @@ def versus(benchmark: Any) -> Callable[..., None]:
     """Time a call in turn with others, so that what else the machine does hits all alike.
 
     versus(title, ours, others, floor=(name, call), per={name: repeats}, rounds=n); `per` says how
-    often a call repeats what is measured, "" stands for ours.
+    often a call repeats what is measured, "" stands for ours. What is timed is a call right after
+    another of the same (`again`): each finds the processor's caches as it leaves them itself.
     """
 
     def run(
@@ -109,6 +110,7 @@ def versus(benchmark: Any) -> Callable[..., None]:
         floor: tuple[str, Callable[[], object]] | None = None,
         per: dict[str, int] | None = None,
         rounds: int = 15,
+        again: bool = True,
     ) -> None:
         calls = dict(others) | ({floor[0]: floor[1]} if floor else {})
         taken: dict[str, list[float]] = {name: [] for name in calls}
@@ -116,9 +118,13 @@ def versus(benchmark: Any) -> Callable[..., None]:
 
         def in_turn() -> None:
             for name, call in calls.items():
+                if again:
+                    call()
                 start = time.perf_counter()
                 call()
                 taken[name].append((time.perf_counter() - start) / repeats.get(name, 1))
+            if again:
+                ours()
 
         benchmark.pedantic(ours, setup=in_turn, rounds=rounds, warmup_rounds=1)
         benchmark.extra_info["title"] = title

@@ -221,7 +221,7 @@ def test_put(versus: Versus, tmp_path: Path, rng: np.random.Generator) -> None:
                 "memcpy",
                 lambda: (np.copyto(copies[0], keys), np.copyto(copies[1], values)),
             ),
-            rounds=60,
+            rounds=40,
         )
 
 
@@ -258,6 +258,7 @@ def test_put_and_flush(
         {},
         floor=("raw write and sync", raw),
         rounds=3,
+        again=False,
     )
 
 
@@ -444,6 +445,7 @@ def test_steady(versus: Versus, tmp_path: Path, sizes: Sizes) -> None:
             lambda: put_and_flush(many),
             {"at 1,000": lambda: put_and_flush(few)},
             rounds=60,
+            again=False,
         )
     finally:
         for store in stores.values():
