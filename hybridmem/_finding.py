@@ -37,6 +37,7 @@ class Finder(Reader):
         n_heads: int | None = None,
         max_run: int | None = None,
         newest: int | None = None,
+        approximate: bool | None = None,
     ) -> list[Hit]:
         """Find the entries of a layer whose signatures are most similar to the query's.
 
@@ -66,6 +67,10 @@ class Finder(Reader):
             Most hits that were put one after the other in their layer.
         newest : int, default 0
             Entries put last that are in the result whatever their similarity.
+        approximate : bool, default False
+            Where a layer has more than 16,384 entries with sub-signatures, look for the last two
+            query tokens in all of them, for two more in the nearest third, and for the rest in
+            the nearest sixteenth only.
 
         Returns
         -------
@@ -85,6 +90,7 @@ class Finder(Reader):
         return Hits(self._find(
             [rows], layer_idx, top_k, entry_ids, exact, self._hit, order=order, rerank=rerank,
             candidates=candidates, n_heads=n_heads, max_run=max_run, newest=newest,
+            approximate=approximate,
         )[0])  # fmt: skip
 
     def query_stored(
@@ -294,13 +300,13 @@ class Finder(Reader):
 
         with self._lock:
             (view, signed, depth), removals = asked(), signatures.removals
-        found = view.search(signed, depth, among) if depth else []
+        found = view.search(signed, depth, among, ranking.approximate) if depth else []
         with self._lock:
             self._check_open()
             if removals != signatures.removals:
                 # An entry may have gone meanwhile, or all be others: ask again, undisturbed.
                 view, signed, depth = asked()
-                found = view.search(signed, depth, among) if depth else []
+                found = view.search(signed, depth, among, ranking.approximate) if depth else []
             results: list[list[Found]] = []
             accessed: list[int] = []
             for at, (ids, distances) in enumerate(found):

@@ -40,6 +40,13 @@ LANES = 64  # sub-signatures whose bytes lie side by side, as the kernels want t
 # and the best are counted out, which costs O(n) whatever k is.
 RUNNING_K = 64
 
+# Late interaction in a large layer, where asked for: after the last 2 query tokens one of 3 entries
+# goes on, after the last 4 one of 16, by limits taken from a sample (docs/retrieval.md: recall).
+GATES = ((2, 3), (4, 16))
+LARGE = 1 << 14
+_SAMPLE = 1024
+
+_FAR = 2**32 - 1  # marks an entry that was given up
 _MAX_DISTANCE = 2**32 - 2  # 2**32 - 1 marks an empty place
 
 
@@ -292,7 +299,11 @@ class IndexView:
         return np.concatenate(found) if found else np.empty(0, np.int64)
 
     def search(
-        self, queries: Sequence[_U8], k: int, entry_ids: _U64 | None = None
+        self,
+        queries: Sequence[_U8],
+        k: int,
+        entry_ids: _U64 | None = None,
+        approximate: bool = False,
     ) -> list[tuple[_U64, _U32]]:
         """The k entries at the smallest distance from each query, ties to the smaller id.
 
@@ -304,6 +315,8 @@ class IndexView:
             At least 1; may exceed the number of entries.
         entry_ids : ndarray of uint64, optional
             Search only these; ids that are not here are passed over.
+        approximate : bool
+            Where there are many, give up entries that are far from the last query tokens.
 
         Returns
         -------
@@ -321,10 +334,17 @@ class IndexView:
             if not (wanted[1:] > wanted[:-1]).all():
                 wanted = np.unique(wanted)
             places = self.find(wanted)
-            return [self._search_at(query, k, places) for query in checked]
+            return [
+                self._search_gated(query, k, places)
+                if approximate and self._is_large(query, len(places), k)
+                else self._search_at(query, k, places)
+                for query in checked
+            ]
         k = min(k, self._places)
         if k == 0:
             return [_nothing() for _ in checked]
+        if approximate and all(self._is_large(query, self._places, k) for query in checked):
+            return [self._search_gated(query, k, None) for query in checked]
         if k <= RUNNING_K:
             return self._search_running(checked, k)
         return [self._search_counted(query, k) for query in checked]
@@ -373,15 +393,37 @@ class IndexView:
             results.append((self._ids(places[:found]), distances[:found].copy()))
         return results
 
+    def _is_large(self, query: _U8, n: int, k: int) -> bool:
+        return len(query) > GATES[0][0] and n >= LARGE and 4 * k <= n // GATES[-1][1]
+
+    def _search_gated(self, query: _U8, k: int, places: _I64 | None) -> tuple[_U64, _U32]:
+        """As _search_counted, or as _search_at, of the entries that pass the gates."""
+        query = np.ascontiguousarray(query[::-1])  # the last token is the most recent
+        gates = [gate for gate in GATES if gate[0] < len(query)]
+        n = self._places if places is None else len(places)
+        sample = np.arange(0, n, n // _SAMPLE, dtype=np.int64)
+        limits = []
+        for end, share in gates:
+            near = self._distances(query[:end], sample if places is None else places[sample])
+            limits.append(np.partition(near, len(near) // share)[len(near) // share])
+        ends = np.array([end for end, _ in gates], np.uint32)
+        distances = self._distances(query, places, ends, np.array(limits, np.uint32))
+        passed = distances != _FAR
+        if places is None:
+            alive = np.concatenate([block.alive[:filled] for block, filled in self._parts])
+            passed &= alive != 0
+        if np.count_nonzero(passed) < k:
+            query = np.ascontiguousarray(query[::-1])
+            if places is None:
+                return self._search_counted(query, k)
+            return self._search_at(query, k, places)
+        distances[~passed] = 0
+        chosen = self._smallest(distances, passed.view(np.uint8), k, len(query))
+        return self._ids(chosen if places is None else places[chosen]), distances[chosen]
+
     def _search_counted(self, query: _U8, k: int) -> tuple[_U64, _U32]:
         """All distances, then the k smallest."""
-        distances = np.empty(self._places, np.uint32)
-        for (block, filled), first in zip(self._parts, self._starts, strict=False):
-            out = distances[first : first + filled]
-            if self._layout.spec.pooled:
-                _kernels.hamming_all(block.data[:filled], query[0], out)
-            else:
-                _kernels.late_all(block.data, block.used, self._layout.lanes, query, out)
+        distances = self._distances(query, None)
         alive = np.concatenate([block.alive[:filled] for block, filled in self._parts])
         places = self._smallest(distances, alive, k, len(query))
         return self._ids(places), distances[places]
@@ -390,20 +432,40 @@ class IndexView:
         """Only the entries at these ascending places."""
         if not len(places):
             return _nothing()
-        distances = np.empty(len(places), np.uint32)
-        bounds = np.searchsorted(places, self._starts)
-        for number, (low, high) in enumerate(pairwise(bounds.tolist())):
-            if low == high:
-                continue
-            block, rows = self._parts[number][0], places[low:high] - self._starts[number]
-            out = distances[low:high]
-            if self._layout.spec.pooled:
-                _kernels.hamming_at(block.data, rows, query[0], out)
-            else:
-                _kernels.late_at(block.data, block.used, self._layout.lanes, rows, query, out)
+        distances = self._distances(query, places)
         alive = np.ones(len(places), np.uint8)
         chosen = self._smallest(distances, alive, min(k, len(places)), len(query))
         return self._ids(places[chosen]), distances[chosen]
+
+    def _distances(
+        self,
+        query: _U8,
+        places: _I64 | None,
+        ends: _U32 | None = None,
+        limits: _U32 | None = None,
+    ) -> _U32:
+        """Distances of all entries, or at these ascending places."""
+        distances = np.empty(self._places if places is None else len(places), np.uint32)
+        bounds = self._starts if places is None else np.searchsorted(places, self._starts).tolist()
+        for number, (low, high) in enumerate(pairwise(bounds)):
+            if low == high:
+                continue
+            block, out = self._parts[number][0], distances[low:high]
+            rows = None if places is None else places[low:high] - self._starts[number]
+            if self._layout.spec.pooled:
+                if rows is None:
+                    _kernels.hamming_all(block.data[: high - low], query[0], out)
+                else:
+                    _kernels.hamming_at(block.data, rows, query[0], out)
+                continue
+            late = (block.data, block.used, self._layout.lanes)
+            if ends is not None and limits is not None:
+                _kernels.late_gated(*late, rows, query, ends, limits, out)
+            elif rows is None:
+                _kernels.late_all(*late, query, out)
+            else:
+                _kernels.late_at(*late, rows, query, out)
+        return distances
 
     def _smallest(self, distances: _U32, alive: _U8, k: int, tokens: int) -> _I64:
         limit = self._layout.spec.denominator(tokens)

@@ -50,6 +50,16 @@ def late_topk(
 ) -> None: ...
 def late_all(groups: _U8, used: _U32, lanes: int, query: _U8, out: _U32) -> None: ...
 def late_at(groups: _U8, used: _U32, lanes: int, entries: _I64, query: _U8, out: _U32) -> None: ...
+def late_gated(
+    groups: _U8,
+    used: _U32,
+    lanes: int,
+    entries: _I64 | None,
+    query: _U8,
+    ends: _U32,
+    limits: _U32,
+    out: _U32,
+) -> None: ...
 
 # Selection
 def select_smallest(distances: _U32, alive: _U8, limit: int, out: _I64) -> int: ...

@@ -69,6 +69,10 @@ cdef extern from "_simd/search.h" nogil:
     void hm_late_at(
         const hm_kernels *k, const hm_late_block *block, const int64_t *at, size_t n,
         const uint8_t *prepared, size_t t, uint32_t *out) noexcept
+    void hm_late_gated(
+        const hm_kernels *k, const hm_late_block *block, const int64_t *at, size_t n,
+        const uint8_t *prepared, size_t t, const uint32_t *ends, const uint32_t *limits,
+        size_t gates, uint32_t *out) noexcept
     void hm_late_pack(
         const uint8_t *record, size_t used, size_t entry, size_t lanes, size_t bytes,
         uint8_t *groups) noexcept
@@ -358,6 +362,31 @@ def late_at(const uint8_t[:, :, ::1] groups not None, const uint32_t[::1] used n
         prepared = _prepare(kernels, query)
         hm_late_at(kernels, &block, &entries[0], entries.shape[0], prepared, query.shape[0],
                    &out[0])
+        hm_free(prepared)
+
+
+def late_gated(const uint8_t[:, :, ::1] groups not None, const uint32_t[::1] used not None,
+               Py_ssize_t lanes, const int64_t[::1] entries, const uint8_t[:, ::1] query not None,
+               const uint32_t[::1] ends not None, const uint32_t[::1] limits not None,
+               uint32_t[::1] out not None):
+    """As late_at (late_all if entries is None), giving up entries that begin far away.
+
+    After the first ends[g] rows of the query an entry whose distance exceeds limits[g] is given
+    up: it gets 2**32 - 1. ends ascend, from 1 to less than the rows of the query.
+    """
+    cdef const hm_kernels *kernels = _late_kernels(groups.shape[1])
+    cdef const int64_t *at = NULL
+    cdef hm_late_block block
+    cdef uint8_t *prepared
+    if out.shape[0] == 0:
+        return
+    if entries is not None:
+        at = &entries[0]
+    with nogil:
+        block = _late_block(groups, used, lanes)
+        prepared = _prepare(kernels, query)
+        hm_late_gated(kernels, &block, at, out.shape[0], prepared, query.shape[0], &ends[0],
+                      &limits[0], ends.shape[0], &out[0])
         hm_free(prepared)
 
 

@@ -41,6 +41,8 @@ class Ranking:
         Most entries in the result that were put one after the other; 0 is any number.
     newest : int
         Entries put last that are always in the result.
+    approximate : bool
+        Whether entries of a large layer may be given up by the last query tokens.
     """
 
     order: str = "hamming"
@@ -49,6 +51,7 @@ class Ranking:
     n_heads: int = 1
     max_run: int = 0
     newest: int = 0
+    approximate: bool = False
 
     @classmethod
     def checked(cls, top_k: int, embed_dim: int, **options: Any) -> Ranking:
@@ -71,6 +74,8 @@ class Ranking:
         ):
             if name in given:
                 given[name] = _arrays.count(given[name], name, least)
+        if not isinstance(given.get("approximate", False), (bool, np.bool_)):
+            raise TypeError(f"approximate: got {given['approximate']!r:.60}, want True or False")
         if embed_dim % given.get("n_heads", 1):
             raise ValueError(
                 f"n_heads: got {given['n_heads']}, want a divisor of embed_dim={embed_dim}"

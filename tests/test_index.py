@@ -115,6 +115,59 @@ def test_long_query_over_few_entries() -> None:
         assert got == model.expect(query, 70, None if among is None else set(ids.tolist()))
 
 
+@pytest.mark.parametrize("spec", [s for s in SPECS if not s.pooled and s.hdc_dim < 4096], ids=str)
+@pytest.mark.parametrize("few", [False, True])
+def test_approximate_search_gives_up_what_begins_far_away(
+    few: bool, spec: SignatureSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By limits that a sample of the entries sets: a third after two tokens, an eighth after 5."""
+    monkeypatch.setattr(_index, "GATES", ((2, 3), (5, 8)))
+    monkeypatch.setattr(_index, "LARGE", 100)
+    monkeypatch.setattr(_index, "_SAMPLE", 40)
+    model = Model(spec, 3, few)
+    model.extend(330)
+    everyone = dict(model.records)
+    model.remove(0.2)
+    view = model.index.view()
+    places = [i for block, filled in view._parts for i in block.ids[:filled].tolist()]
+    chosen = [i for i in model.records if i % 2]
+    assert len(chosen) >= 100
+    differs = 0
+    for among in (None, chosen):
+        for tokens, gates in ((9, ((2, 3), (5, 8))), (4, ((2, 3),)), (2, ())):
+            query = model.query(tokens)
+            last_first = query[::-1]
+            pool = places if among is None else chosen  # dead ones are sampled too
+            passed = set(pool)
+            for end, share in gates:
+                far = {i: twins.late(everyone[i], last_first[:end]) for i in pool}
+                sample = sorted(far[i] for i in pool[:: len(pool) // 40])
+                passed &= {i for i in pool if far[i] <= sample[len(sample) // share]}
+            passed &= set(model.records)
+            for k in (1, 3):
+                exact = model.expect(query, k, None if among is None else set(among))
+                want = model.expect(query, k, passed) if len(passed) >= k else exact
+                ids = None if among is None else np.array(among, np.uint64)
+                ((got_ids, got_distances),) = view.search([query], k, ids, approximate=True)
+                got = list(zip(got_ids.tolist(), got_distances.tolist(), strict=True))
+                assert got == (want if gates else exact)
+                differs += want != exact
+    assert differs or few
+    for k in (11, 1000):  # so many are wanted that all are looked at
+        query = model.query(9)
+        ((ids, _),) = view.search([query], k, approximate=True)
+        assert ids.tolist() == [i for i, _ in model.expect(query, k)]
+
+
+def test_approximate_search_of_few_or_pooled_entries_is_exact() -> None:
+    for spec in (SignatureSpec(4096), SignatureSpec(512, 1, 64)):
+        model = Model(spec, 4, few=False)
+        model.extend(150)
+        query = model.query(8)
+        ((ids, _),) = model.index.view().search([query], 1, approximate=True)
+        assert ids.tolist() == [i for i, _ in model.expect(query, 1)]
+
+
 @settings(deadline=None, max_examples=40)
 @given(
     spec=st.sampled_from([s for s in SPECS if s.hdc_dim <= 512]),

@@ -254,6 +254,17 @@ def test_late(simd: str, lanes: int, nbytes: int) -> None:
             got = np.empty(len(at), np.uint32)
             _kernels.late_at(groups, used, lanes, at, query, got)
             np.testing.assert_array_equal(got, want[q][at])
+    for query, ends in ((queries[3], [2, 4]), (queries[1], [1]), (queries[4], [8, 11])):
+        so_far = np.array([[twins.late(s, query[:end]) for s in subs] for end in ends])
+        limits = np.median(so_far, axis=1).astype(np.uint32)
+        want_gated = np.array([twins.late(s, query) for s in subs])
+        want_gated[(so_far > limits[:, None]).any(axis=0)] = 2**32 - 1
+        for at in (None, *chosen_rows(rng, n)):
+            got = np.empty(n if at is None else len(at), np.uint32)
+            _kernels.late_gated(
+                groups, used, lanes, at, query, np.array(ends, np.uint32), limits, got
+            )
+            np.testing.assert_array_equal(got, want_gated if at is None else want_gated[at])
     distance, slot = running(len(queries), 5)
     starts = np.cumsum([0, *map(len, queries)])
     rows = np.concatenate(queries)

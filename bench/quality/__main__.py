@@ -39,8 +39,10 @@ def run(args: argparse.Namespace) -> None:
         chunk=args.chunk,
         sink=args.sink,
         seed=args.seed,
-        rankings=all_rankings(),
+        rankings=[r for r in all_rankings() if not args.only or r.name in args.only],
     )
+    if len(options.rankings) < len(args.only):
+        raise SystemExit(f"--only: the rankings are {[r.name for r in all_rankings()]}")
     texts = CHOOSE if args.set == "choose" else REPORT
     names = list(texts)
     groups = [names[i : i + 4] for i in range(0, len(names), 4)]
@@ -50,6 +52,7 @@ def run(args: argparse.Namespace) -> None:
         stem = (
             f"{args.set}-{number}-q{args.query_tokens}-r{args.retrieved}-c{args.chunk}-s{args.sink}"
         )
+        stem += "".join(f"-{name.replace(' ', '_')}" for name in args.only)
         path = args.results / "quality" / f"{stem}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         evaluation = Evaluation(
@@ -82,7 +85,8 @@ def main() -> None:
     parser.add_argument("--group", type=int, help="only these four documents of the set: 0, 1")
     parser.add_argument("--query-tokens", type=int, default=8)
     parser.add_argument("--retrieved", type=int, default=640, help="tokens")
-    parser.add_argument("--chunk", type=int, default=64, help="tokens of an entry: 32, 64, 128")
+    parser.add_argument("--chunk", type=int, default=64, help="tokens of an entry: 16 to 128")
+    parser.add_argument("--only", action="append", default=[], metavar="RANKING")
     parser.add_argument("--sink", type=int, default=4, help="first tokens that a cache keeps")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)

@@ -183,6 +183,42 @@ static void hm_late_at(const hm_kernels *kernels, const hm_late_block *block, co
     }
 }
 
+#define HM_LATE_FAR UINT32_MAX
+
+/* Distances of all n entries, or of those `at`, that come near with the first query tokens already:
+ * after ends[g] tokens an entry whose sum exceeds limits[g] is given up, and its distance HM_LATE_FAR. */
+static void hm_late_gated(const hm_kernels *kernels, const hm_late_block *block, const int64_t *at,
+                          size_t n, const uint8_t *prepared, size_t t, const uint32_t *ends,
+                          const uint32_t *limits, size_t gates, uint32_t *out) {
+    const size_t token_bytes = block->bytes * kernels->late_expand;
+    const int64_t lanes = (int64_t)block->lanes;
+    const ptrdiff_t group_bytes = (ptrdiff_t)(block->bytes * HM_LANES);
+    uint32_t more[HM_LANES];
+    size_t i, run, e, gate;
+    for (i = 0; i < n; i += run) {
+        size_t first = at == NULL ? i : (size_t)at[i], done = 0, near = 1;
+        ptrdiff_t ahead = HM_LATE_AHEAD;
+        if (at != NULL) {
+            size_t next = hm_min_size(i + 4, n - 1);
+            ahead = (ptrdiff_t)(at[next] * lanes / HM_LANES - at[i] * lanes / HM_LANES) * group_bytes;
+        }
+        run = hm_late_step(block, first, at == NULL ? n - i : hm_run(at + i, n - i));
+        for (e = 0; e < run; e++) out[i + e] = 0;
+        for (gate = 0; gate <= gates && near > 0; gate++) {
+            size_t until = gate < gates ? ends[gate] : t;
+            hm_late_sum(kernels, block, first, run, prepared + done * token_bytes, until - done,
+                        done == 0 ? ahead : 0, more);
+            for (e = 0, near = 0; e < run; e++) {
+                if (out[i + e] == HM_LATE_FAR) continue;
+                out[i + e] += more[e];
+                if (gate < gates && out[i + e] > limits[gate]) out[i + e] = HM_LATE_FAR;
+                near += out[i + e] != HM_LATE_FAR;
+            }
+            done = until;
+        }
+    }
+}
+
 /* Put the sub-signatures of one record into its lanes. */
 static void hm_late_pack(const uint8_t *record, size_t used, size_t entry, size_t lanes,
                          size_t bytes, uint8_t *groups) {

@@ -358,6 +358,33 @@ def test_order_by_norm(store: Any, rng: np.random.Generator) -> None:
         assert [h.entry_id for h in store.query(query, 0, top_k, order="norm")] == wanted[:top_k]
 
 
+def test_approximate_gives_up_what_is_far_from_the_last_tokens(
+    new_store: Callable[..., Any], rng: np.random.Generator
+) -> None:
+    """In a large layer; what is found has its whole score, and what stands out is found."""
+    store = new_store(hdc_dim=512, signature_tokens=1, signature_bits=256)
+    n = 20_000
+    keys, values = pair(rng, 1)[0], pair(rng, 1)[1]
+    entries = [(row[None], values) for row in pair(rng, n)[0]]
+    entries[::4000] = [(keys, values)] * 5
+    store.put_many(entries, layer_idx=0)
+    query = np.concatenate([pair(rng, 4)[0], np.repeat(keys, 4, axis=0)])
+    exact = store.query(query, 0, 200)
+    found = store.query(query, 0, 200, approximate=True)
+    assert same_hits(store.query(query, 0, 200, approximate=False), exact)
+    assert [hit.entry_id for hit in found[:5]] == [1, 4001, 8001, 12001, 16001]
+    query = pair(rng, 8)[0]  # nothing stands out
+    exact = store.query(query, 0, 300)
+    found = store.query(query, 0, 300, approximate=True)
+    assert [h.entry_id for h in found] != [h.entry_id for h in exact]
+    scores = {hit.entry_id: hit.score for hit in store.query(query, 0, n)}
+    assert all(hit.score == scores[hit.entry_id] for hit in found)
+    assert [h.score for h in found] == sorted((h.score for h in found), reverse=True)
+    few = np.arange(1, 16_001)  # a conversation's entries, too few to give any up
+    among = store.query(query, 0, 200, entry_ids=few)
+    assert same_hits(store.query(query, 0, 200, entry_ids=few, approximate=True), among)
+
+
 def longest_run(ids: list[int]) -> int:
     ids = sorted(ids)
     longest = length = 1
@@ -432,6 +459,7 @@ def test_query_many_takes_the_same_options(
         {"n_heads": 0},
         {"max_run": 0},
         {"newest": -1},
+        {"approximate": 1},
         {"rerank_query": np.ones((2, 23), np.float32), "rerank": "late"},
     ],
     ids=str,
