@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
 import runpy
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -585,3 +588,27 @@ def test_the_demo_finds_the_answer_and_prints_its_table(tmp_path: Path) -> None:
     assert document("info", tmp_path / "stores" / kept[0])["entries"] == tokens["entries"]
     again = program("demo", "stores", cwd=tmp_path)
     assert (again.returncode, "Traceback" in again.stderr) == (1, False)
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_what_takes_long_shows_the_time_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = _Terminal()
+    monkeypatch.setattr(sys, "stderr", shown)
+    with group.working("compact"):
+        pass
+    assert shown.getvalue() == ""
+    threads = threading.active_count()
+    with group.working("compact"):
+        time.sleep(1.8)
+    assert "compact 00:01" in shown.getvalue()
+    with pytest.raises(KeyError), group.working("compact"):
+        raise KeyError
+    assert threading.active_count() == threads
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    with group.working("compact"):
+        time.sleep(1.3)
+    assert sys.stderr.getvalue() == ""

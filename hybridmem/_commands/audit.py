@@ -20,6 +20,7 @@ from hybridmem._commands.group import (
     read_store,
     refuse,
     store_argument,
+    working,
 )
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -84,7 +85,7 @@ def audit(
             refuse(f"{queries} has no queries of layer {layer}")
         asked = {layer: asked[layer]}
     found = []
-    with read_store(store, io) as opened:
+    with read_store(store, io) as opened, working("audit"):
         for number, rows in asked.items():
             try:
                 found.append(

@@ -13,6 +13,7 @@ from hybridmem._commands.group import (
     json_option,
     read_store,
     store_argument,
+    working,
     write_store,
 )
 from hybridmem.report.facts import eviction_order
@@ -37,7 +38,7 @@ def compact(store: str, dry_run: bool) -> None:
             [f"would give back about {text.size(dead)}"],
         )
         return
-    with write_store(store) as opened:
+    with write_store(store) as opened, working("compact"):
         given_back = opened.compact()
         disk = opened.stats().disk_bytes
     emit(
@@ -73,7 +74,7 @@ def evict(store: str, target: int, dry_run: bool) -> None:
             ],
         )
         return
-    with write_store(store) as opened:
+    with write_store(store) as opened, working("evict"):
         count = opened.evict(target)
         left = len(opened)
     emit(

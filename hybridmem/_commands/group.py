@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn, TypeVar
 
@@ -26,6 +27,7 @@ __all__ = [
     "refuse",
     "store_argument",
     "wants_json",
+    "working",
     "write_store",
 ]
 
@@ -179,3 +181,28 @@ def progress_bar(label: str) -> Iterator[Callable[[int, int], None]]:
             bar.update(done - bar.n)
 
         yield show
+
+
+@contextlib.contextmanager
+def working(label: str) -> Iterator[None]:
+    """Show the time that goes by on a terminal, once it is a second, where no end is known."""
+    from tqdm import tqdm
+
+    if not sys.stderr.isatty():
+        yield
+        return
+    done = threading.Event()
+    bar: Any = tqdm(desc=label, bar_format="{desc} {elapsed}", delay=1, leave=False)
+
+    def tick() -> None:
+        while not done.wait(0.25):
+            bar.update()
+
+    thread = threading.Thread(target=tick, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        bar.close()

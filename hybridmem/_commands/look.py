@@ -22,6 +22,7 @@ from hybridmem._commands.group import (
     read_store,
     refuse,
     store_argument,
+    working,
 )
 
 FIELDS = ("entry_id", "layer_idx", "n_tokens", "importance", "timestamp", "access_count")
@@ -327,7 +328,7 @@ def make_report(store: str, output: str, io: str) -> None:
 
     One HTML file without scripts, for a browser on any device.
     """
-    with read_store(store, io) as opened:
+    with read_store(store, io) as opened, working("report"):
         try:
             facts = report.write(opened, output)
         except OSError as error:

@@ -15,6 +15,7 @@ from hybridmem._commands.group import (
     progress_bar,
     read_store,
     store_argument,
+    working,
 )
 from hybridmem.archive import export_store, import_store
 
@@ -32,7 +33,7 @@ def snapshot(store: str, target: str, copy: bool) -> None:
 
     Shards are hard links: they take no space, and stay whatever becomes of STORE.
     """
-    with read_store(store) as opened:
+    with read_store(store) as opened, working("snapshot"):
         for attempt in range(_ATTEMPTS):
             try:
                 opened.snapshot(target, copy=copy)
