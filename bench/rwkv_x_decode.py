@@ -32,6 +32,7 @@ def main() -> None:
     torch.set_num_threads(options.threads or torch.get_num_threads())
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.dir or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
         checkpoint = options.checkpoint or make_checkpoint(folder)
         bare, attached = RWKV_X(str(checkpoint), "cpu fp32"), RWKV_X(str(checkpoint), "cpu fp32")
         share_weights(bare, attached)

@@ -16,7 +16,7 @@ import hybridmem
 from hybridmem import _fileio
 from hybridmem.integrations import rwkv_x
 
-from .helpers import EVERYTHING, MARKS, TOLERANCE, largest, load, reference, run, text, torch
+from .helpers import EVERYTHING, MARKS, TOLERANCE, hooks, largest, load, reference, run, text, torch
 
 pytestmark = MARKS
 
@@ -223,6 +223,32 @@ def test_forget_a_conversation(held: Any, tmp_path: Path) -> None:
         assert set(reader) == theirs
     assert memory.forget(other) == len(theirs)
     assert "hybridmem" not in other["attn"][0]
+
+
+def test_a_branch_attends_to_nothing_that_was_forgotten(
+    held: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither before its next search nor after it."""
+    model, memory, state = held
+    _, state = run(model, text(3, seed=8), [1] * 3, state)  # between two searches
+    branch, hidden = copy.deepcopy(state), copy.deepcopy(state)
+    forgotten = {row.tobytes() for number in memory.store for row in memory.store.get(number).keys}
+    seen: list[set[bytes]] = []
+    attend = hooks.attend
+
+    def noting(queries: Any, groups: Any) -> Any:
+        rows = [group.keys.transpose(0, 1).flatten(1).numpy() for group in groups]
+        seen.append({row.tobytes() for some in rows for row in some})
+        return attend(queries, groups)
+
+    monkeypatch.setattr(hooks, "attend", noting)
+    run(model, [1], [1], branch)
+    assert seen[0] & forgotten
+    seen.clear()
+    memory.forget(state)
+    run(model, text(30, seed=9), [1] * 30, hidden)
+    assert len(seen) == 60
+    assert not any(rows & forgotten for rows in seen)
 
 
 def test_branch_of_a_forgotten_conversation_goes_on(held: Any) -> None:
