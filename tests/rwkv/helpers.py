@@ -6,6 +6,7 @@ import importlib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 HOW = "needs PyTorch and rwkv-x: pip install 'hybridmem[rwkv]' (torch's CPU build is enough)"
@@ -65,3 +66,16 @@ def reference(path: Path, tokens: list[int], *, precision: str = "fp32") -> Any:
 def largest(difference: Any) -> float:
     """Largest magnitude."""
     return float(difference.abs().max())
+
+
+def attended_rows(patch: pytest.MonkeyPatch) -> list[np.ndarray]:
+    """Let the keys that decode attends to from now on be noted, an array for each layer's turn."""
+    seen: list[np.ndarray] = []
+    original = hooks.attend_one
+
+    def noting(query: Any, heads: int, groups: Any) -> Any:
+        seen.append(np.concatenate([np.asarray(keys) for keys, _ in groups]))
+        return original(query, heads, groups)
+
+    patch.setattr(hooks, "attend_one", noting)
+    return seen

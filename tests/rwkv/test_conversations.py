@@ -5,8 +5,12 @@ from __future__ import annotations
 import copy
 import errno
 import io
+import os
+import random
 import shutil
+import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +20,18 @@ import hybridmem
 from hybridmem import _fileio
 from hybridmem.integrations import rwkv_x
 
-from .helpers import EVERYTHING, MARKS, TOLERANCE, hooks, largest, load, reference, run, text, torch
+from .helpers import (
+    EVERYTHING,
+    MARKS,
+    TOLERANCE,
+    attended_rows,
+    largest,
+    load,
+    reference,
+    run,
+    text,
+    torch,
+)
 
 pytestmark = MARKS
 
@@ -134,6 +149,55 @@ def test_snapshot_is_synced_before_it_gets_its_name(
     assert made[-4:] == ["write", "fsync", "rename", "fsync"]
 
 
+def test_killed_processes_leave_a_whole_conversation(checkpoint: Path, tmp_path: Path) -> None:
+    """Whatever a process was at when it was killed, what it last saved goes on."""
+    model, tokens = load(checkpoint, 8), text(2000)
+    path, rng = tmp_path / "c.pt", random.Random(0)
+
+    def attached() -> Any:
+        return rwkv_x.attach(model, tmp_path / "mem", top_k=EVERYTHING, chunk_tokens=8)
+
+    def seen_by(state: Any) -> int:
+        return int(state["attn"][0]["hybridmem"]["seen"])
+
+    def talk(acknowledge: int) -> None:
+        with attached() as memory:
+            state = memory.load(path) if path.exists() else memory.new_state()
+            at = seen_by(state) if path.exists() else 0
+            while at + 5 < len(tokens) - 20:
+                for piece in (4, 1):
+                    _, state = model.forward(tokens[at : at + piece], state)
+                    at += piece
+                memory.save(state, path)
+                os.write(acknowledge, at.to_bytes(4, "little"))
+
+    for _ in range(6):
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                talk(writing)
+            finally:
+                os._exit(1)
+        os.close(writing)
+        told = os.read(reading, 4)
+        time.sleep(rng.uniform(0, 0.2))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        while more := os.read(reading, 4):
+            told = more
+        os.close(reading)
+        acknowledged = int.from_bytes(told, "little")
+        with attached() as memory:
+            state = memory.load(path)
+            at = seen_by(state)
+            assert acknowledged <= at <= acknowledged + 5
+            logits, _ = run(model, tokens[at : at + 20], [9] + [1] * 11, state)
+    assert at > 30
+    expected = reference(checkpoint, tokens[: at + 20])[at:]
+    assert largest(logits - expected) < TOLERANCE
+
+
 def test_damaged_snapshots_are_refused(held: Any, tmp_path: Path) -> None:
     _, memory, state = held
     path = tmp_path / "c.pt"
@@ -233,22 +297,14 @@ def test_a_branch_attends_to_nothing_that_was_forgotten(
     _, state = run(model, text(3, seed=8), [1] * 3, state)  # between two searches
     branch, hidden = copy.deepcopy(state), copy.deepcopy(state)
     forgotten = {row.tobytes() for number in memory.store for row in memory.store.get(number).keys}
-    seen: list[set[bytes]] = []
-    attend = hooks.attend
-
-    def noting(queries: Any, groups: Any) -> Any:
-        rows = [group.keys.transpose(0, 1).flatten(1).numpy() for group in groups]
-        seen.append({row.tobytes() for some in rows for row in some})
-        return attend(queries, groups)
-
-    monkeypatch.setattr(hooks, "attend", noting)
+    seen = attended_rows(monkeypatch)
     run(model, [1], [1], branch)
-    assert seen[0] & forgotten
+    assert {row.tobytes() for row in seen[0]} & forgotten
     seen.clear()
     memory.forget(state)
     run(model, text(30, seed=9), [1] * 30, hidden)
     assert len(seen) == 60
-    assert not any(rows & forgotten for rows in seen)
+    assert not {row.tobytes() for rows in seen for row in rows} & forgotten
 
 
 def test_branch_of_a_forgotten_conversation_goes_on(held: Any) -> None:

@@ -120,8 +120,11 @@ def test_sparse_choice_equals_upstreams(
     tokens, pieces = text(200), [100] + [1] * 40 + [60]
     model = load_old(checkpoint, **MANAGED, **sparse)
     bare, _ = run(model, tokens, pieces)
-    attend, blocks = _hooks_old.attend, _hooks_old.attend_blocks
-    monkeypatch.setattr(_hooks_old, "attend", lambda q, groups: attend(q, groups[-1:]))
+    one, blocks = _hooks_old.attend_one, _hooks_old.attend_blocks
+    # The last two groups are the rows of the cache and the token's own.
+    monkeypatch.setattr(
+        _hooks_old, "attend_one", lambda q, heads, groups: one(q, heads, groups[-2:])
+    )
     monkeypatch.setattr(_hooks_old, "attend_blocks", lambda q, _, own: blocks(q, [], own))
     with rwkv_x.attach(model, tmp_path / "mem", top_k=EVERYTHING, chunk_tokens=8):
         logits, _ = run(model, tokens, pieces)

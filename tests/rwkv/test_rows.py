@@ -12,7 +12,19 @@ import pytest
 import hybridmem
 from hybridmem.integrations import rwkv_x
 
-from .helpers import EVERYTHING, MARKS, TOLERANCE, hooks, largest, load, reference, run, text, torch
+from .helpers import (
+    EVERYTHING,
+    MARKS,
+    TOLERANCE,
+    attended_rows,
+    hooks,
+    largest,
+    load,
+    reference,
+    run,
+    text,
+    torch,
+)
 
 pytestmark = MARKS
 
@@ -48,17 +60,10 @@ def test_no_row_is_attended_to_twice(
 ) -> None:
     """The last token sees each row of the text once, whatever the search gives again."""
     tokens = text(121)
-    seen: list[np.ndarray] = []
-    original = hooks.attend
-
-    def noting(queries: Any, groups: Any) -> Any:
-        seen.append(np.concatenate([g.keys.transpose(0, 1).flatten(1).numpy() for g in groups]))
-        return original(queries, groups)
-
     model = load(checkpoint, 8)
     with rwkv_x.attach(model, tmp_path / "mem", top_k=EVERYTHING, chunk_tokens=8, recall="all"):
         _, state = run(model, tokens[:120], [60, 30] + [1] * 30)
-        monkeypatch.setattr(hooks, "attend", noting)
+        seen = attended_rows(monkeypatch)
         run(model, tokens[120:], [1], state)
     assert len(seen) == 2
     for layer, rows in enumerate(seen):
@@ -182,20 +187,13 @@ def test_rows_of_a_branch_are_not_attended_to_again(
 ) -> None:
     """With recall="all" a branch finds entries that hold rows which it holds itself."""
     root, left, right = text(45), text(20, seed=3), text(31, seed=4)
-    seen: list[np.ndarray] = []
-    original = hooks.attend
-
-    def noting(queries: Any, groups: Any) -> Any:
-        seen.append(np.concatenate([g.keys.transpose(0, 1).flatten(1).numpy() for g in groups]))
-        return original(queries, groups)
-
     model = load(checkpoint, 4)
     options = {"top_k": EVERYTHING, "chunk_tokens": 10, "recall": "all"}
     with rwkv_x.attach(model, tmp_path / "mem", **options) as memory:
         _, state = run(model, root, [30] + [1] * 15)
         branch = copy.deepcopy(state)
         run(model, left, [1] * 20, state)
-        monkeypatch.setattr(hooks, "attend", noting)
+        seen = attended_rows(monkeypatch)
         run(model, right, [1] * 31, branch)
         assert len(memory.store) > 10
     for number, rows in enumerate(seen):

@@ -1,15 +1,20 @@
-"""Attention of a few query rows over several separate groups of rows, without concatenating them.
+"""Attention over several separate groups of rows, without concatenating them.
 
-Keys are laid out head-major, `[heads, rows, head_size]`, as views wherever they lie row by row.
+One query, a token of decode, reads rows of the store where they are mapped, by the kernel of
+`hybridmem.attend`. More queries are a matrix product for each group; for these keys are laid out
+head-major, `[heads, rows, head_size]`, as views wherever they lie row by row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from hybridmem import _kernels
 
 #: Query rows whose scores are held at once.
 BLOCK_ROWS = 128
@@ -41,6 +46,15 @@ def _by_head(rows: Tensor, heads: int) -> Tensor:
     return rows.reshape(-1, heads, width // heads).transpose(0, 1).float()
 
 
+def side_by_side(rows: Sequence[tuple[Any, Any]], heads: int, device: Any) -> KeysValues:
+    """Bring keys and values of several entries together: one product is faster than many."""
+    keys, values = (
+        torch.cat([_by_head(as_tensor(some), heads) for some in column], 1).to(device)
+        for column in zip(*rows, strict=True)
+    )
+    return KeysValues(keys, values)
+
+
 def attend(queries: Tensor, groups: Sequence[KeysValues]) -> Tensor:
     """Attend to all groups under one softmax; the last group is causal.
 
@@ -70,6 +84,57 @@ def attend(queries: Tensor, groups: Sequence[KeysValues]) -> Tensor:
     for weight, group in zip(weights[1:], groups[1:], strict=True):
         mixed = mixed + torch.bmm(weight, group.values)
     return mixed.transpose(0, 1).reshape(m, width).to(queries.dtype)
+
+
+def attend_one(query: Tensor, heads: int, groups: Sequence[tuple[Any, Any]]) -> Tensor:
+    """Attend to all groups under one softmax with one query.
+
+    Parameters
+    ----------
+    query : Tensor
+        `[1, width]`.
+    groups : sequence of (keys, values)
+        Tensors or float32 arrays, each `[rows, width]`. The query sees all of them.
+
+    Returns
+    -------
+    Tensor
+        `[1, width]` in the dtype of `query`; computed in float32.
+    """
+    if query.device.type != "cpu":
+        device = query.device
+        return attend(query, [by_head(*_tensors(group, device), heads) for group in groups])
+    row = _array(query)
+    width = row.shape[1]
+    out = np.zeros((1, width), np.float32)
+    top, total = np.full((1, heads), -np.inf, np.float32), np.zeros((1, heads), np.float32)
+    scale = (width // heads) ** -0.5
+    for keys, values in groups:
+        if len(keys):
+            _kernels.attend(row, _array(keys), _array(values), heads, heads, scale, out, top, total)
+    out.reshape(heads, -1)[...] /= total.reshape(heads, 1)
+    return torch.from_numpy(out).to(query.dtype)
+
+
+def _array(rows: Any) -> np.ndarray[Any, Any]:
+    """View rows as a float32 array (a copy only where they are something else)."""
+    array = rows.float().numpy() if isinstance(rows, Tensor) else rows
+    return np.ascontiguousarray(array)
+
+
+def _tensors(group: tuple[Any, Any], device: Any) -> tuple[Tensor, Tensor]:
+    keys, values = (as_tensor(rows).to(device) for rows in group)
+    return keys, values
+
+
+def as_tensor(rows: Any) -> Tensor:
+    """View a read-only array as a tensor."""
+    if isinstance(rows, Tensor):
+        return rows
+    try:
+        return torch.from_dlpack(rows)
+    except BufferError:  # numpy before 2.1 exports no read-only memory
+        return torch.from_numpy(rows.copy())
 
 
 def _future(m: int, rows: int, device: torch.device) -> Tensor:

@@ -1,4 +1,4 @@
-"""Rows of the entries that a search found, side by side and at hand until the next search."""
+"""Rows of the entries that a search found, at hand until the next search."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from hybridmem.integrations.rwkv_x._attention import KeysValues
 from hybridmem.results import Entry, Hit
 from hybridmem.store import Store
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 Key = tuple[int, tuple[int, ...], int]
+Rows = tuple[Floats, Floats]
 #: Leading columns of a row of keys that tell it from others.
 _FINGERPRINT = 8
 
@@ -55,48 +54,36 @@ class Found:
 
 
 class FoundRows:
-    """Makes the rows of a finding and keeps the latest ones at hand. Thread-safe.
+    """Gives the rows of a finding, and keeps those of the latest ones at hand. Thread-safe.
 
-    One copy a search. The tokens up to the next search attend to it as one group, which takes less
-    time than one small product for each mapped entry at each token.
+    Rows of a float32 store are views of its mapped files, and stay where they are.
     """
 
-    def __init__(self, store: Store, heads: int, device: Any, limit: int) -> None:
+    def __init__(self, store: Store, limit: int) -> None:
         self._store = store
-        self._heads = heads
-        self._device = device
         self._limit = limit
         self._bytes = 0
-        self._rows: OrderedDict[Key, KeysValues] = OrderedDict()
+        self._rows: OrderedDict[Key, list[Rows]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def of(self, found: Found) -> KeysValues | None:
-        """Return the rows of a finding, None where there are none (any more)."""
+    def of(self, found: Found) -> list[Rows]:
+        """Return keys and values of each entry of a finding that is still there."""
         if not found.ids:
-            return None
+            return []
         with self._lock:
             rows = self._rows.get(found.key)
             if rows is not None:
                 self._rows.move_to_end(found.key)
                 return rows
-        rows = self._gathered(found)
-        if rows is not None:
-            self._put(found.key, rows)
-        return rows
-
-    def _gathered(self, found: Found) -> KeysValues | None:
         entries: Sequence[Entry | Hit] = (
             self._read(found.ids) if found.entries is None else found.entries
         )
-        pairs = [(entry.keys, entry.values) for entry in entries]
         if found.mark:
-            pairs = list(_without_repeats(entries, found))
-        if not pairs:
-            return None
-        return KeysValues(
-            self._side_by_side([keys for keys, _ in pairs]),
-            self._side_by_side([values for _, values in pairs]),
-        )
+            rows = list(_without_repeats(entries, found))
+        else:
+            rows = [(entry.keys, entry.values) for entry in entries]
+        self._put(found.key, rows)
+        return rows
 
     def _read(self, ids: Iterable[int]) -> list[Entry]:
         entries = []
@@ -107,16 +94,10 @@ class FoundRows:
                 continue
         return entries
 
-    def _side_by_side(self, arrays: Sequence[Floats]) -> Tensor:
-        heads = self._heads
-        views = [_tensor(array).view(len(array), heads, -1).transpose(0, 1) for array in arrays]
-        return torch.cat(views, 1).to(self._device)
-
-    def _put(self, key: Key, rows: KeysValues) -> None:
+    def _put(self, key: Key, rows: list[Rows]) -> None:
         with self._lock:
-            old = self._rows.pop(key, None)
+            self._bytes += _size(rows) - _size(self._rows.pop(key, []))
             self._rows[key] = rows
-            self._bytes += _size(rows) - (0 if old is None else _size(old))
             while self._bytes > self._limit and len(self._rows) > 1:
                 self._bytes -= _size(self._rows.popitem(last=False)[1])
 
@@ -127,9 +108,7 @@ class FoundRows:
             self._bytes = 0
 
 
-def _without_repeats(
-    entries: Sequence[Entry | Hit], found: Found
-) -> Iterable[tuple[Floats, Floats]]:
+def _without_repeats(entries: Sequence[Entry | Hit], found: Found) -> Iterable[Rows]:
     """Leave out rows of other conversations that this one attends to as its own.
 
     A branch, or the same beginning read again, gives the same keys bit for bit.
@@ -151,13 +130,5 @@ def _without_repeats(
         seen.update(prints)
 
 
-def _size(rows: KeysValues) -> int:
-    return 2 * int(rows.keys.numel()) * int(rows.keys.element_size())
-
-
-def _tensor(array: Floats) -> Tensor:
-    """View a read-only array as a tensor."""
-    try:
-        return torch.from_dlpack(array)
-    except BufferError:  # numpy before 2.1 exports no read-only memory
-        return torch.from_numpy(array.copy())
+def _size(rows: list[Rows]) -> int:
+    return sum(keys.nbytes + values.nbytes for keys, values in rows)

@@ -12,7 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridmem.integrations.rwkv_x._attention import KeysValues, attend, attend_blocks, by_head
+from hybridmem.integrations.rwkv_x._attention import (
+    KeysValues,
+    attend_blocks,
+    attend_one,
+    by_head,
+    side_by_side,
+)
 from hybridmem.integrations.rwkv_x._conversation import UNKNOWN, Conversation, Rows
 from hybridmem.integrations.rwkv_x._found import Found
 from hybridmem.integrations.rwkv_x._tier import Tier
@@ -113,14 +119,9 @@ def _decode(layer: int, att: Any, x: Tensor, state: dict[str, Any], tier: Tier) 
     held, runs = tier.find(layer, held, query, state["k_cache"][0])
     row = Rows(key, value, torch.tensor([[position, UNKNOWN]], dtype=torch.float64))
     own = held.waiting + row
-    groups = [
-        by_head(state["k_cache"], state["v_cache"], att.n_head),
-        by_head(own.keys, own.values, att.n_head),
-    ]
     found = tier.rows.of(runs[0][2])
-    if found is not None:
-        groups.insert(0, found)
-    mixed = attend(query, groups)
+    cached = (state["k_cache"][0], state["v_cache"][0])
+    mixed = attend_one(query, att.n_head, [*found, cached, (own.keys, own.values)])
     tier.centring.learn(layer, key, query)
     tier.end(state, tier.settle(layer, held.replace(waiting=own)))
     return att.output(mixed.view(-1))
@@ -173,7 +174,7 @@ def _attend_piece(
     out = []
     for start, end, found in runs:
         rows = tier.rows.of(found)
-        shared = before if rows is None else [rows, *before]
+        shared = [side_by_side(rows, heads, query.device), *before] if rows else before
         out.append(attend_blocks(query[start:end], shared, own.first(end)))
     return torch.cat(out)
 

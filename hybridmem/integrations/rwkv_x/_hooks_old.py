@@ -16,9 +16,10 @@ from torch import Tensor
 
 from hybridmem.integrations.rwkv_x._attention import (
     KeysValues,
-    attend,
     attend_blocks,
+    attend_one,
     by_head,
+    side_by_side,
 )
 from hybridmem.integrations.rwkv_x._conversation import UNKNOWN, Conversation, Rows
 from hybridmem.integrations.rwkv_x._tier import Tier
@@ -82,13 +83,14 @@ def _decode(
     held, k_cache, v_cache = _evict(layer, att, query[None], state, tier)
     held, runs = tier.find(layer, held, query, k_cache[0])
     tier.end(state, held)
-    groups = _remembered(held, tier.rows.of(runs[0][2]), att.n_head)
+    groups = [*tier.rows.of(runs[0][2])]
+    if len(held.waiting):
+        groups.append((held.waiting.keys, held.waiting.values))
     if not groups:
         return plain(x[0], k_cache, v_cache)
     key, value = att.key(x), att.value(x)
-    own_keys, own_values = _seen_in_decode(att, query, k_cache[0], v_cache[0])
-    own = by_head(torch.cat((own_keys, key)), torch.cat((own_values, value)), att.n_head)
-    mixed = attend(query, [*groups, own])
+    groups += [_seen_in_decode(att, query, k_cache[0], v_cache[0]), (key, value)]
+    mixed = attend_one(query, att.n_head, groups)
     return (
         att.output(mixed.view(-1)),
         torch.cat((k_cache, key[None]), 1),
@@ -117,7 +119,10 @@ def _prefill(
     window = m if full else att.attn_chunk_size
     out = []
     for start, end, found in runs:
-        groups = _remembered(held, tier.rows.of(found), att.n_head)
+        rows = tier.rows.of(found)
+        groups = [side_by_side(rows, att.n_head, x.device)] if rows else []
+        if len(held.waiting):
+            groups.append(by_head(held.waiting.keys, held.waiting.values, att.n_head))
         at = start
         while at < end:
             first = at // window * window
@@ -127,13 +132,6 @@ def _prefill(
             out.append(attend_blocks(query[at:stop], groups, seen))
             at = stop
     return att.output(torch.cat(out)), all_keys[None], all_values[None]
-
-
-def _remembered(held: Conversation, found: KeysValues | None, heads: int) -> list[KeysValues]:
-    groups = [] if found is None else [found]
-    if len(held.waiting):
-        groups.append(by_head(held.waiting.keys, held.waiting.values, heads))
-    return groups
 
 
 def _seen_in_decode(att: Any, query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

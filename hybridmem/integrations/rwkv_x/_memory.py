@@ -86,8 +86,6 @@ class RwkvMemory:
                 raise ValueError('store must be open with mode="r+": the model puts entries')
             self._tier = Tier(
                 self.store,
-                heads=model.config.n_head,
-                device=self._device,
                 layers=model.config.n_attn_layer,
                 top_k=top_k,
                 chunk_tokens=chunk_tokens,
@@ -153,6 +151,7 @@ class RwkvMemory:
         """
         if self._patched:
             _attached.discard(self._model)
+            self._tier.rows.clear()
         while self._patched:
             owner, name, before = self._patched.pop()
             if before is _MISSING:
@@ -262,8 +261,12 @@ class RwkvMemory:
         int
             Entries deleted.
         """
-        is_path = not isinstance(conversation, dict)
-        state = self.load(conversation) if not isinstance(conversation, dict) else conversation
+        path = None
+        if isinstance(conversation, dict):
+            state = conversation
+        else:
+            path = Path(conversation)
+            state = self.load(path)
         deleted = 0
         for layer_state in state["attn"]:
             plain = layer_state.pop(STATE_KEY, None)
@@ -279,8 +282,8 @@ class RwkvMemory:
                     continue
         self.store.flush()
         self._tier.rows.clear()
-        if is_path:
-            Path(conversation).unlink()  # type: ignore[arg-type]
+        if path is not None:
+            path.unlink()
         return deleted
 
 

@@ -42,8 +42,6 @@ class Tier:
         self,
         store: Store,
         *,
-        heads: int,
-        device: Any,
         layers: int,
         top_k: int,
         chunk_tokens: int,
@@ -61,7 +59,7 @@ class Tier:
         self._query_tokens = query_tokens
         # Layers take turns, so that no token pays for the searches of all of them.
         self._offsets = [layer * search_every // layers for layer in range(layers)]
-        self.rows = FoundRows(store, heads, device, _AT_HAND_BYTES)
+        self.rows = FoundRows(store, _AT_HAND_BYTES)
         self._options = dict(query_options)
         self.centring = Centring(store, layers, centre_tokens)
         self._store_id = store.store_id
