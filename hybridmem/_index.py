@@ -44,7 +44,7 @@ RUNNING_K = 64
 # goes on, after the last 4 one of 16, by limits taken from a sample (docs/retrieval.md: recall).
 GATES = ((2, 3), (4, 16))
 LARGE = 1 << 14
-_SAMPLE = 1024
+_SAMPLE = 512
 
 _FAR = 2**32 - 1  # marks an entry that was given up
 _MAX_DISTANCE = 2**32 - 2  # 2**32 - 1 marks an empty place
@@ -408,18 +408,19 @@ class IndexView:
             limits.append(np.partition(near, len(near) // share)[len(near) // share])
         ends = np.array([end for end, _ in gates], np.uint32)
         distances = self._distances(query, places, ends, np.array(limits, np.uint32))
-        passed = distances != _FAR
+        passed = np.flatnonzero(distances != _FAR)
         if places is None:
             alive = np.concatenate([block.alive[:filled] for block, filled in self._parts])
-            passed &= alive != 0
-        if np.count_nonzero(passed) < k:
+            passed = passed[alive[passed] != 0]
+        if len(passed) < k:
             query = np.ascontiguousarray(query[::-1])
             if places is None:
                 return self._search_counted(query, k)
             return self._search_at(query, k, places)
-        distances[~passed] = 0
-        chosen = self._smallest(distances, passed.view(np.uint8), k, len(query))
-        return self._ids(chosen if places is None else places[chosen]), distances[chosen]
+        near = distances[passed]
+        best = self._smallest(near, np.ones(len(near), np.uint8), k, len(query))
+        chosen = passed[best]
+        return self._ids(chosen if places is None else places[chosen]), near[best]
 
     def _search_counted(self, query: _U8, k: int) -> tuple[_U64, _U32]:
         """All distances, then the k smallest."""

@@ -202,6 +202,16 @@ def test_everything_public_has_a_docstring(thing: Any) -> None:
     assert inspect.getdoc(thing)
 
 
+def test_tables_of_retrieval_are_those_that_were_measured() -> None:
+    tool = ROOT / "tools" / "write_retrieval_docs.py"
+    space = runpy.run_path(str(tool))
+    page = (ROOT / "docs" / "retrieval.md").read_text()
+    assert page.count("<!-- table: ") == 4
+    assert page == space["renewed"](page), (
+        "docs/retrieval.md: python tools/write_retrieval_docs.py brings its tables up to date"
+    )
+
+
 def test_links_between_pages_lead_somewhere() -> None:
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#:]+?)(?:#[\w-]+)?\)", page.read_text()):

@@ -35,7 +35,7 @@ CALIBRATION = 2048
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 OUT = Path(__file__).parent / "tables"
 # One of so many entries goes on after 2 query tokens, the last ones, and after 4.
-SHARES = [(two, four) for two in (2, 3, 4) for four in (8, 16, 32, 64)]
+SHARES = [(two, four) for two in (2, 3, 4, 6, 8) for four in (16, 32)]
 U8 = NDArray[np.uint8]
 
 
@@ -99,11 +99,8 @@ def query_signatures(which: str, results: Path) -> U8:
 
 
 def distances(where: IndexView, query: U8) -> NDArray[np.uint32]:
-    """Of all entries, from as many first bits of each sub-signature as the query has."""
-    places, far = where._counted(query, len(where))
-    out = np.empty(len(where), np.uint32)
-    out[places] = far
-    return out
+    """Of all entries."""
+    return where._distances(query, None)
 
 
 def recall(results: Path, which: str, step: int) -> list[dict[str, Any]]:

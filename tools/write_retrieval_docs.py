@@ -1,0 +1,147 @@
+"""Bring the tables of docs/retrieval.md up to date with bench/quality/tables; a test compares them.
+
+Run from anywhere: ``python tools/write_retrieval_docs.py``.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "retrieval.md"
+TABLES = ROOT / "bench" / "quality" / "tables"
+_PLACE = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.S)
+
+Row = dict[str, str]
+
+
+def read(name: str) -> list[Row]:
+    """Return the rows of a table."""
+    with (TABLES / f"{name}.csv").open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def between(row: Row, name: str, low: str, high: str, form: str = ".2f") -> str:
+    """Return a mean and its interval, or nothing where it was not measured."""
+    if not row.get(name):
+        return ""
+    mean, first, last = (float(row[key]) for key in (name, low, high))
+    return f"{mean:{form}} ({first:{form}} to {last:{form}})"
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return markdown."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def rankings() -> str:
+    """What each ranking finds and what the model answers from it: the reported questions."""
+    return table(
+        (
+            "ranking", "bytes an entry", "answer loss above full attention", "exact answers",
+            "facts, own document", "facts, four documents",
+        ),
+        (
+            (
+                row["ranking"],
+                f"{int(row['bytes_per_entry']):,}" if row["bytes_per_entry"] else "",
+                between(row, "above_full", "above_low", "above_high", "+.2f"),
+                f"{row['exact']} of {row['questions']}" if row["exact"] else "",
+                between(row, "own", "own_low", "own_high"),
+                between(row, "pooled", "pooled_low", "pooled_high"),
+            )
+            for row in read("report-q8-r640-c64-s4")
+        ),
+    )  # fmt: skip
+
+
+def sizes() -> str:
+    """Bits, tokens of an entry, query tokens, tokens retrieved: the set to choose with."""
+    return table(
+        (
+            "bits a token", "entry", "query tokens", "retrieved", "bytes a token",
+            "facts, own document", "facts, four documents", "output error",
+        ),
+        (
+            (
+                row["bits"],
+                row["entry_tokens"],
+                row["query_tokens"],
+                row["retrieved"],
+                row["bytes_per_token"],
+                between(row, "own", "own_low", "own_high"),
+                between(row, "pooled", "pooled_low", "pooled_high"),
+                between(row, "error", "error_low", "error_high"),
+            )
+            for row in read("needles-choose")
+            if (row["entry_tokens"], row["query_tokens"], row["retrieved"]) == ("64", "8", "640")
+            or row["bits"] == "256"
+            or (row["entry_tokens"] == "16" and row["bits"] in ("dot", "cosine"))
+        ),
+    )  # fmt: skip
+
+
+def stages() -> str:
+    """What the search of large layers finds; the shares that it uses are those after 3 and 16."""
+    return table(
+        (
+            "bank", "entries", "after 2 tokens", "after 4 tokens", "compared with all 8",
+            "of the ten best", "facts: all compared", "facts: so",
+        ),
+        (
+            (
+                row["bank"],
+                f"{int(row['entries']):,}",
+                row["after_two"],
+                row["after_four"],
+                f"{100 * float(row['ranked']):.0f} %",
+                between(row, "recall", "low", "high", ".3f"),
+                f"{float(row['facts']):.3f}",
+                f"{float(row['facts_staged']):.3f}",
+            )
+            for row in read("stages-choose")
+            if row["after_two"] == "1/3" or row["after_four"] == "1/16"
+        ),
+    )  # fmt: skip
+
+
+def wide() -> str:
+    """Folded input against the transform of the whole width."""
+    return table(
+        (
+            "keys", "ten best, folded", "ten best, whole", "difference",
+            "facts, folded", "facts, whole", "64 tokens, folded", "64 tokens, whole",
+        ),
+        (
+            (
+                row["keys"],
+                f"{float(row['folded_recall']):.3f}",
+                f"{float(row['whole_recall']):.3f}",
+                between(row, "recall_more", "recall_more_low", "recall_more_high", "+.3f"),
+                f"{float(row['folded_facts']):.3f}",
+                f"{float(row['whole_facts']):.3f}",
+                f"{float(row['folded_us_per_64_tokens']):,.0f} us",
+                f"{float(row['whole_us_per_64_tokens']):,.0f} us",
+            )
+            for row in read("wide")
+        ),
+    )  # fmt: skip
+
+
+def renewed(page: str) -> str:
+    """Return the page with its tables as they are now."""
+    made = {
+        "rankings": rankings,
+        "sizes-choose": sizes,
+        "stages": stages,
+        "wide": wide,
+    }
+    return _PLACE.sub(lambda found: found[1] + made[found[2]]() + found[4], page)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(renewed(PAGE.read_text()))
