@@ -26,7 +26,15 @@ from hybridmem._syscalls import O_DIRECTORY, O_SAFELY, Buffer, Syscalls
 from hybridmem._windows import WindowsSyscalls
 from hybridmem.errors import CorruptStoreError, StoreIOError, StoreLockedError
 
-__all__ = ["Buffer", "Directory", "Syscalls", "UnknownOutcomeError", "calls", "is_temporary"]
+__all__ = [
+    "Buffer",
+    "Directory",
+    "Syscalls",
+    "UnknownOutcomeError",
+    "calls",
+    "is_temporary",
+    "path_of",
+]
 
 LOCK_NAME = "lock"
 _TMP_PREFIX, _TMP_SUFFIX = ".hybridmem-", ".tmp"
@@ -38,6 +46,17 @@ calls: Syscalls = WindowsSyscalls() if sys.platform == "win32" else Syscalls()
 def is_temporary(name: str) -> bool:
     """Whether `name` is one of our own temporary files."""
     return name.startswith(_TMP_PREFIX) and name.endswith(_TMP_SUFFIX)
+
+
+def path_of(given: object, name: str) -> Path:
+    """Return a path that was given as argument `name`, from the root."""
+    if not isinstance(given, (str, os.PathLike)):
+        raise TypeError(f"{name} must be a path, got {type(given).__name__}")
+    if isinstance(path := os.fspath(given), bytes) or "\0" in path:
+        raise ValueError(f"{name} must be a text path without NUL, got {path!r}")
+    if not path:
+        raise ValueError(f"{name} must not be empty; give '.' for the current directory")
+    return Path(path).absolute()  # `..` stays: after a symbolic link only the system knows it
 
 
 def _temporary_name() -> str:

@@ -8,7 +8,6 @@ import threading
 import warnings
 import weakref
 from collections.abc import Collection, Iterator, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, NoReturn, TypeVar
 
@@ -19,7 +18,7 @@ from hybridmem import _arrays, _copies, _html, _snapshot, _source, _wear
 from hybridmem import _text as text
 from hybridmem._codec import Codec, Tensor
 from hybridmem._entries import EntryTable
-from hybridmem._fileio import Directory
+from hybridmem._fileio import Directory, path_of
 from hybridmem._format import KEY_SUFFIXES, PARTS, SOURCE, SUFFIXES
 from hybridmem._manifest import Manifest
 from hybridmem._shards import ShardPool
@@ -280,7 +279,7 @@ class Reader:
         SnapshotGoneError
             If the writer has removed a shard of this reader's snapshot: `refresh` and try again.
         """
-        target = Path(os.path.abspath(os.fspath(path)))
+        target = path_of(path, "path")
         with self._last_commit() as (manifest, table):
             _copies.snapshot(self._directory, manifest, table, target, copy=copy)
 

@@ -5,18 +5,17 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from crc32c import crc32c
 
-from hybridmem import _snapshot, _source, opening
+from hybridmem import _arrays, _snapshot, _source, opening
 from hybridmem._adopting import adopt
 from hybridmem._codec import Codec, Tensor
 from hybridmem._copies import new_directory
-from hybridmem._fileio import Buffer, Directory
+from hybridmem._fileio import Buffer, Directory, path_of
 from hybridmem._format import (
     COLUMN_BYTES,
     ITEM_BYTES,
@@ -29,7 +28,13 @@ from hybridmem._format import (
     record_dtype,
 )
 from hybridmem._manifest import Manifest
-from hybridmem.errors import CorruptStoreError, StoreExistsError, StoreNotFoundError, VersionError
+from hybridmem.errors import (
+    CorruptStoreError,
+    SnapshotGoneError,
+    StoreExistsError,
+    StoreNotFoundError,
+    VersionError,
+)
 from hybridmem.store import Store
 
 __all__ = ["export_store", "import_store"]
@@ -86,15 +91,21 @@ def export_store(
     SnapshotGoneError
         If the writer compacted the store meanwhile: try again, or export a snapshot.
     """
-    path = _path(file)
+    path = path_of(file, "file")
     if os.path.lexists(path):
         raise StoreExistsError(f"{path} exists; give a path where there is nothing yet")
     with opening.open(store_dir, mode="r") as store:
-        rows = store._table.alive_rows(layer_idx)
+        layer = None if layer_idx is None else _arrays.layer_index(layer_idx)
+        rows = store._table.alive_rows(layer)
         directory = Directory.make(path.parent)
         try:
             directory.write_file(path.name, _written(store, rows, progress))
             directory.sync()
+        except SnapshotGoneError as error:
+            raise SnapshotGoneError(
+                f"the writer compacted {store.path} meanwhile ({error}): try again, or make a "
+                "snapshot and export that"
+            ) from None
         finally:
             directory.close()
         return len(rows)
@@ -127,7 +138,7 @@ def import_store(file: StrPath, store_dir: StrPath, *, progress: Progress | None
     CorruptStoreError
         If it is damaged, or no export file.
     """
-    path = _path(file)
+    path = path_of(file, "file")
     try:
         directory = Directory(path.parent)
     except OSError as error:
@@ -138,7 +149,7 @@ def import_store(file: StrPath, store_dir: StrPath, *, progress: Progress | None
         except FileNotFoundError:
             raise StoreNotFoundError(f"there is no file {path}") from None
         try:
-            with new_directory(_path(store_dir)) as target:
+            with new_directory(path_of(store_dir, "store_dir")) as target:
                 manifest = source.manifest
                 _snapshot.initialise(target, manifest.config, manifest.store_id)
                 with opening.open(target.path) as store:
@@ -148,10 +159,6 @@ def import_store(file: StrPath, store_dir: StrPath, *, progress: Progress | None
     finally:
         directory.close()
     return len(source.records)
-
-
-def _path(path: StrPath) -> Path:
-    return Path(os.path.abspath(os.fspath(path)))
 
 
 # -- writing --------------------------------------------------------------------------------------

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from pathlib import Path
 from typing import Any
 
 from hybridmem import _snapshot
 from hybridmem._commit import RESERVE_NAME
 from hybridmem._entries import ENTRIES_NAME
 from hybridmem._examine import examine
-from hybridmem._fileio import LOCK_NAME, Directory, is_temporary
+from hybridmem._fileio import LOCK_NAME, Directory, is_temporary, path_of
 from hybridmem._manifest import INDEX_NAME
 from hybridmem.config import Config
 from hybridmem.errors import ModelMismatchError, StoreExistsError, StoreIOError, StoreNotFoundError
@@ -48,7 +47,7 @@ def create(store_dir: StrPath, *, config: Config | None = None, **fields: Any) -
         raise TypeError(f"give a config or its fields, not both: got config and {sorted(fields)}")
     elif not isinstance(config, Config):
         raise TypeError(f"config must be a hybridmem.Config, got {type(config).__name__}")
-    path = _path(store_dir)
+    path = path_of(store_dir, "store_dir")
     if os.path.exists(path) and not os.path.isdir(path):  # False where it cannot be looked at
         raise StoreExistsError(
             f"{path} is a file; give a directory that is empty or does not exist"
@@ -130,7 +129,7 @@ def open(
         if value is not None
     }
     Config(embed_dim=1, **limits)  # refuses a bad limit before anything is opened
-    path = _path(store_dir)
+    path = path_of(store_dir, "store_dir")
     try:
         directory = Directory(path)
     except FileNotFoundError:
@@ -173,16 +172,6 @@ def _salvaged(directory: Directory, mode: str, io: str) -> _snapshot.Loaded:
         return loaded
     _snapshot.rewrite(directory, loaded)
     return _snapshot.load(directory, io)
-
-
-def _path(store_dir: StrPath) -> Path:
-    if not isinstance(store_dir, (str, os.PathLike)):
-        raise TypeError(f"store_dir must be a path, got {type(store_dir).__name__}")
-    if isinstance(name := os.fspath(store_dir), bytes) or "\0" in name:
-        raise ValueError(f"store_dir must be a text path without NUL, got {name!r}")
-    if not name:
-        raise ValueError("store_dir must not be empty; give '.' for the current directory")
-    return Path(name).absolute()  # `..` stays: after a symbolic link only the system knows it
 
 
 def _check_vacant(directory: Directory) -> None:

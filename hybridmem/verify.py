@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from hybridmem import opening
 from hybridmem._adopting import adopt
 from hybridmem._codec import Tensor
 from hybridmem._examine import Examined, examine
-from hybridmem._fileio import Directory
+from hybridmem._fileio import Directory, path_of
 from hybridmem._format import PARTS
 from hybridmem.config import Config
 from hybridmem.errors import StoreIOError, StoreNotFoundError
@@ -94,7 +93,7 @@ def salvage(
 
 
 def _opened(store_dir: StrPath) -> Directory:
-    path = Path(os.path.abspath(os.fspath(store_dir)))
+    path = path_of(store_dir, "store_dir")
     try:
         return Directory(path)
     except (FileNotFoundError, NotADirectoryError):

@@ -139,6 +139,20 @@ def test_progress_is_told(filled: Callable[..., Any], tmp_path: Path) -> None:
     assert told == [(n, 11) for n in range(1, 12)]
 
 
+def test_a_writer_that_compacts_meanwhile(filled: Callable[..., Any], tmp_path: Path) -> None:
+    store = filled(max_open_shards=1)
+
+    def compact(done: int, total: int) -> None:
+        if len(store) == 11:
+            for entry_id in list(store)[::2]:
+                store.delete(entry_id)
+            store.compact()
+
+    with pytest.raises(hybridmem.SnapshotGoneError, match="export that"):
+        export_store(store.path, tmp_path / "f", progress=compact)
+    assert os.listdir(tmp_path) == ["mem"]
+
+
 def test_where_nothing_is_written(filled: Callable[..., Any], tmp_path: Path) -> None:
     store = filled()
     export_store(store.path, tmp_path / "f")
@@ -157,6 +171,19 @@ def test_where_nothing_is_written(filled: Callable[..., Any], tmp_path: Path) ->
     with pytest.raises(hybridmem.CorruptStoreError, match="regular file"):
         import_store(store.path, tmp_path / "g")
     assert sorted(os.listdir(tmp_path)) == ["f", "mem"]
+
+
+def test_arguments_are_checked(filled: Callable[..., Any], tmp_path: Path) -> None:
+    store = filled()
+    with pytest.raises(ValueError, match="layer_idx"):
+        export_store(store.path, tmp_path / "f", layer_idx=-1)
+    with pytest.raises(TypeError, match="file must be a path"):
+        export_store(store.path, 5)
+    with pytest.raises(ValueError, match="file must not be empty"):
+        import_store("", tmp_path / "back")
+    with pytest.raises(TypeError, match="path must be a path"):
+        store.snapshot(None)
+    assert os.listdir(tmp_path) == ["mem"]
 
 
 def test_too_many_tensors_for_one_file(
