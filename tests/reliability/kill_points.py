@@ -147,7 +147,7 @@ def _traced(name: str, root: Path, at: int) -> tuple[list[str], bool]:
         text=True,
         cwd=tests,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(map(os.fspath, (package, tests)))},
-        timeout=60,
+        timeout=600,
     )  # fmt: skip
     was_killed = done.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL)
     assert was_killed or done.returncode == 0, done.stderr

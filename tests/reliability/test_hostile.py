@@ -78,6 +78,7 @@ def test_a_store_as_it_should_be(path: Path, way: str) -> None:
 
 BODIES = {
     "huge list": b'{"n_entries":[' + b"[]," * 5_000_000 + b"0]",
+    "huge list of numbers": b'{"n_entries":[' + b"999," * 5_000_000 + b"0]",
     "list as long as it may be": b'{"n_entries":[' + b"[]," * 690_000 + b"0]",
     "deep list": b'{"n_entries":' + b"[" * 100_000 + b"]" * 100_000,
     "deep, but not too deep to parse": b'{"n_entries":' + b"[" * 900 + b"]" * 900,

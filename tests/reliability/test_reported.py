@@ -47,6 +47,17 @@ def test_a_file_that_is_cut_short_under_a_reader(filled: tuple[Any, Book]) -> No
     store.close()
 
 
+@pytest.mark.parametrize("mode", ["r", "r+"])
+def test_open_looks_at_the_size_of_each_shard(mode: str, filled: tuple[Any, Book]) -> None:
+    """Not only when an entry is looked at."""
+    store, _ = filled
+    store.close()
+    shard = max(Path(store.path).glob("shard_*"))
+    shard.write_bytes(shard.read_bytes() + b"\0")
+    with pytest.raises(hybridmem.CorruptStoreError, match=shard.name):
+        hybridmem.open(store.path, mode)
+
+
 def test_a_shard_that_is_gone_when_its_entries_are_evicted(filled: tuple[Any, Book]) -> None:
     store, _ = filled
     for shard in Path(store.path).glob("shard_*"):
