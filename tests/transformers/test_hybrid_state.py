@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -155,28 +154,7 @@ def test_other_conversations_are_placed_before_this_one(
     assert close_to(got, wanted)
 
 
-def test_flush_writes_placements_before_entries(tiny_model: Any, new_cache: Any) -> None:
-    model = tiny_model()
-    cache = new_cache(model, centre=False)
-    calls = []
-    flush, sync = cache.store.flush, cache.log.sync
-    cache.store.flush = lambda: (calls.append("store"), flush())
-    cache.log.sync = lambda: (calls.append("placements"), sync())
-    with retrieval(model):
-        run(model, text(30), [30], cache)
-    assert calls == ["placements", "store"]
-    # Calibration commits what other layers have put before.
-    cache = new_cache(model)
-    calibrate, sync_again = cache.store.calibrate, cache.log.sync
-    cache.store.calibrate = lambda *a, **k: (calls.append("store"), calibrate(*a, **k))
-    cache.log.sync = lambda: (calls.append("placements"), sync_again())
-    calls.clear()
-    with retrieval(model):
-        run(model, text(30), [30], cache)
-    assert calls == ["placements", "store"] * 3 + ["placements"]
-
-
-def test_placements_survive_and_bind_to_their_entries(
+def test_placements_are_kept_and_removed_with_their_entries(
     tiny_model: Any, new_cache: Any, tmp_path: Path
 ) -> None:
     model = tiny_model()
@@ -184,71 +162,51 @@ def test_placements_survive_and_bind_to_their_entries(
     with retrieval(model):
         run(model, text(40), [20, 20], cache)
     wanted = {entry_id: cache.placement(entry_id) for entry_id in cache.store}
+    assert None not in wanted.values()
+    gone = min(wanted)
+    cache.store.delete(gone)
+    cache.store.compact()
+    assert cache.placement(gone) is None
     cache.close()
-    meta = tmp_path / "mem" / "transformers.meta"
-    whole = meta.read_bytes()
-
-    def placements() -> dict[int, Any]:
-        with new_cache(model, path=tmp_path / "mem") as cache:
-            return {i: p for i in cache.store if (p := cache.placement(i)) is not None}
-
-    assert placements() == wanted
-    meta.write_bytes(whole[:-70])  # an append that a crash cut short: that one record and a half
-    assert len(placements()) == len(wanted) - 2
-    damaged = bytearray(whole)
-    damaged[64 + 56 * 3 + 9] ^= 1
-    meta.write_bytes(damaged)
-    assert len(placements()) == len(wanted) - 1
-    moved = bytearray(whole)
-    moved[64:120] = whole[120:176]  # a record twice, and one never
-    meta.write_bytes(moved)
-    assert len(placements()) == len(wanted) - 1
-    meta.write_bytes(b"?" + whole[1:])
-    with pytest.raises(hybridmem.CorruptStoreError, match=r"transformers\.meta"):
-        placements()
-    hybridmem.open(tmp_path / "mem").close()  # the store itself needs no such file
-    meta.unlink()
-    assert placements() == {}
+    del wanted[gone]
+    with new_cache(model, path=tmp_path / "mem") as cache:
+        assert {entry_id: cache.placement(entry_id) for entry_id in cache.store} == wanted
+    assert not any(path.name.startswith("transformers") for path in (tmp_path / "mem").iterdir())
 
 
-def test_placements_of_entries_that_never_were_are_dropped(
-    tiny_model: Any, new_cache: Any, tmp_path: Path
+@pytest.mark.parametrize(
+    "source",
+    [None, 7, {"transformers": {}}, {"transformers": {"session": "x", "tokens": [1]}}],
+)
+def test_entries_of_other_programs_are_passed_over(
+    tiny_model: Any, new_cache: Any, source: Any
 ) -> None:
-    """A crash between the two flushes: ids are given out again, to other entries."""
+    """They are found, but nobody knows where they stood."""
     model = tiny_model()
-    cache = new_cache(model, path=tmp_path / "mem", centre=False)
-    cache.flush()
+    cache = new_cache(model, recall="all", centre=False)
+    rows = np.ones((4, cache.store.config.embed_dim))
     with retrieval(model):
-        cache.store.flush = lambda: None
-        run(model, text(40), [40], cache)
-        cache.log.sync()
-    del cache.store.flush
-    meta = (tmp_path / "mem" / "transformers.meta").read_bytes()
-    assert len(meta) > 64 + 10 * 56
-    # The crash: the store as it was committed last, and the records of what came after.
-    cache.store.flush = cache.log.sync = lambda: None
-    ids = list(cache.store)
-    shutil.copytree(tmp_path / "mem", tmp_path / "crashed", ignore=shutil.ignore_patterns("shard*"))
-    with hybridmem.open(tmp_path / "crashed") as store:
-        width = store.config.embed_dim
-        again = store.put(np.ones((4, width)), np.ones((4, width)), layer_idx=0)
-    assert again in ids
-    with new_cache(model, path=tmp_path / "crashed", recall="all") as crashed:
-        assert crashed.placement(again) is None
-        with retrieval(model):  # found, but nobody knows where it stood
-            got = run(model, text(9, seed=5), [9], crashed)
+        entry_id = cache.store.put(rows, rows, layer_idx=0, source=source)
+        got = run(model, text(9, seed=5), [9], cache)
+    assert cache.store.get(entry_id).access_count > 0
+    assert cache.placement(entry_id) is None
     assert close_to(got, reference(model, text(9, seed=5)))
-    del cache.store.flush, cache.log.sync
 
 
-def test_later_records_are_appended(tiny_model: Any, new_cache: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("other", ["weights", "rope"])
+def test_an_entry_of_another_model_is_refused_when_it_is_found(
+    tiny_model: Any, new_cache: Any, other: str
+) -> None:
     model = tiny_model()
-    sizes = []
-    for seed in range(3):
-        with new_cache(model, path=tmp_path / "mem") as cache, retrieval(model):
-            run(model, text(30, seed=seed), [30], cache)
-        sizes.append((tmp_path / "mem" / "transformers.meta").stat().st_size)
-    assert sizes[1] - sizes[0] == sizes[2] - sizes[1] == 18 * 56
+    cache = new_cache(model, recall="all", centre=False)
+    with retrieval(model):
+        run(model, text(30), [30], cache)
+        place = cache.placement(next(iter(cache.store)))
+        rows = np.ones((4, cache.store.config.embed_dim))
+        changed = place._replace(**{other: 7})
+        cache.store.put(rows, rows, layer_idx=0, source=changed.source())
+        with pytest.raises(hybridmem.ModelMismatchError, match=r"other (weights|RoPE)"):
+            run(model, text(9, seed=5), [9], new_cache(model, path=cache.store, recall="all"))
 
 
 def test_means_are_learned_once(tiny_model: Any, new_cache: Any, tmp_path: Path) -> None:

@@ -54,7 +54,10 @@ def _attend(
             "function as they were; this model is not supported"
         )
     if kwargs.get("position_bias") is not None:
-        raise NotImplementedError("models with a position bias (T5) cannot attend to moved keys")
+        raise TypeError(
+            f"{type(module).__name__} adds a position bias, which keys of the store have none of; "
+            "use a model with RoPE, or with positions in its embeddings"
+        )
     count = query.shape[-2]
     _check_mask(attention_mask, key)
     valid = _validity(attention_mask, len(layer.rows))
@@ -165,7 +168,10 @@ def _eager(module: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.
         if forward is not None:
             output: tuple[torch.Tensor, torch.Tensor | None] = forward(module, *args, **kwargs)
             return output
-    raise NotImplementedError(f"{type(module).__name__} has no eager attention that could be used")
+    raise TypeError(
+        f"{type(module).__name__} has no eager attention that could be used; call "
+        "model.set_attn_implementation('sdpa') first"
+    )
 
 
 _BASES: dict[str, tuple[Attention, Any]] = {
@@ -183,10 +189,12 @@ class _Installation:
     def __init__(self, model: Any) -> None:
         config = model.config
         if config.get_text_config(decoder=True) is not config:
-            raise NotImplementedError("models of several parts (vision, audio) are not supported")
+            raise TypeError(
+                f"{type(model).__name__} has several parts (vision, audio); give its language model"
+            )
         self.implementation = config._attn_implementation
         if self.implementation not in _BASES:
-            raise NotImplementedError(
+            raise ValueError(
                 "retrieval() works with attention 'sdpa' and 'eager', not "
                 f"{self.implementation!r}; call "
                 "model.set_attn_implementation('sdpa') first"
@@ -200,8 +208,9 @@ class _Installation:
         self._hooks: list[Any] = []
         model.set_attn_implementation(name)
         if config._attn_implementation != name:
-            raise NotImplementedError(
-                f"{type(model).__name__} does not use transformers' AttentionInterface"
+            raise TypeError(
+                f"{type(model).__name__} does not use transformers' AttentionInterface, by which "
+                "memory is attended to; use a model that does"
             )
         weights = weights_fingerprint(model)
         for module in model.modules():
@@ -241,7 +250,7 @@ def _before_attention(weights: int, module: Any, args: Any, kwargs: Any) -> None
     tables = kwargs.get("position_embeddings")
     rotary = current.rotary
     if tables is not None and (rotary is None or tables[0] is not rotary.cos):
-        raise NotImplementedError(
+        raise TypeError(
             f"the angles of {type(module).__name__} come from no rotary module that was seen to run"
         )
     current.call = Call(module, cache, None if tables is None else rotary)
@@ -264,10 +273,10 @@ def _check_generation(prepare: Callable[..., Any], *args: Any, **kwargs: Any) ->
             GenerationMode.GREEDY_SEARCH,
             GenerationMode.SAMPLE,
         ):
-            raise NotImplementedError(
+            raise ValueError(
                 "HybridCache supports greedy search and sampling, not "
-                f"{value.value.replace('_', ' ')}: what has "
-                "gone to the store cannot be taken back"
+                f"{value.value.replace('_', ' ')}: what has gone to the store cannot be taken "
+                "back; use num_beams=1 and no assistant"
             )
     return prepare(*args, **kwargs)
 
@@ -319,12 +328,11 @@ def retrieval(model: Any) -> Iterator[Any]:
 
     Raises
     ------
-    NotImplementedError
-        For other attention implementations, models that do not use transformers'
-        AttentionInterface, models of several parts, and, from within, for beam search and assisted
-        decoding.
     TypeError
-        From within: a forward without a `HybridCache`.
+        For models that do not use transformers' AttentionInterface, or are of several parts; from
+        within for a forward without a `HybridCache`.
+    ValueError
+        For other attention implementations; from within for beam search and assisted decoding.
 
     Examples
     --------

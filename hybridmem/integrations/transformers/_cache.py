@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 import hybridmem
 from hybridmem.errors import ModelMismatchError, ReadOnlyError, StoreNotFoundError
 from hybridmem.integrations.transformers._call import Track
-from hybridmem.integrations.transformers._entries import Placement, entry_log
+from hybridmem.integrations.transformers._entries import Placement
 from hybridmem.integrations.transformers._layer import HybridLayer, Row
 from hybridmem.integrations.transformers._rope import (
     LENGTH_DEPENDENT,
@@ -29,6 +29,7 @@ from hybridmem.integrations.transformers._rope import (
     rope_types,
 )
 from hybridmem.integrations.transformers._state import read_settings, read_state, write_state
+from hybridmem.results import Entry, Hit
 
 __all__ = ["HybridCache"]
 
@@ -133,12 +134,12 @@ class HybridCache(Cache):
         self.model_id = model_id or _model_id(config)
         self._movable = not rope_types(config) & set(LENGTH_DEPENDENT)
         super().__init__(layers=self._layers(config))
+        self.weights = 0  # fingerprint, once a model runs
         self.closed = False
         self._owns_store = not isinstance(store_or_path, hybridmem.Store)
         self.store: hybridmem.Store = self._opened(config, store_or_path, limits or {})
         try:
             self._check_store(config)
-            self.log = entry_log(self.store)
             self._check_rope()
         except BaseException:
             if self._owns_store:
@@ -206,27 +207,46 @@ class HybridCache(Cache):
                 )
 
     def _check_rope(self) -> None:
-        others = self.log.ropes() - {self.rope}
-        if others:
-            raise ModelMismatchError(
-                f"{self.store.path} holds keys rotated with other RoPE parameters than this "
-                "model's; they "
-                "would be found at wrong distances. Use another directory"
-            )
+        self._check_first_entry()
         if self.recall == "all" and not self._movable:
-            raise NotImplementedError(
+            raise ValueError(
                 'recall="all" moves keys to other positions, which this type of RoPE does not '
                 'allow (its angles depend on the length of the text); use recall="own"'
             )
 
     def check_weights(self, weights: int) -> None:
-        """Compare the weights of the model that runs with those of the store's entries."""
-        self.log.set_weights(weights)
-        if self.log.weights != weights:
-            raise ModelMismatchError(
-                f"{self.store.path} holds keys and values of other weights than this model's; "
-                "use another directory"
-            )
+        """Compare the weights of the model that runs with those of the store's first entry."""
+        if weights == self.weights:
+            return
+        before, self.weights = self.weights, weights
+        try:
+            if before:
+                raise ModelMismatchError(_other_model(self.store, "weights"))
+            self._check_first_entry()
+        except ModelMismatchError:
+            self.weights = before
+            raise
+
+    def _check_first_entry(self) -> None:
+        for entry_id in self.store:
+            self.place(self.store.get(entry_id))
+            break
+
+    def place(self, entry: Entry | Hit) -> Placement | None:
+        """Return where an entry stood, or None where its source does not say.
+
+        Raises
+        ------
+        ModelMismatchError
+            If its keys come from other weights or are rotated with other RoPE parameters.
+        """
+        placement = Placement.of(entry)
+        if placement is not None:
+            if placement.rope != self.rope:
+                raise ModelMismatchError(_other_model(self.store, "RoPE parameters"))
+            if self.weights and placement.weights != self.weights:
+                raise ModelMismatchError(_other_model(self.store, "weights"))
+        return placement
 
     def check_layer(self, width: int, dtype: torch.dtype) -> None:
         """Compare the keys of a layer with what the store keeps."""
@@ -252,24 +272,11 @@ class HybridCache(Cache):
             self._sessions.append(secrets.randbits(63) + 1)
         return self._sessions
 
-    def remember(
-        self, layer_idx: int, number: int, entry_id: int, n_tokens: int, position: int, token: int
-    ) -> None:
-        """Note where an entry stood."""
-        try:
-            timestamp = self.store.get(entry_id).timestamp
-        except KeyError:  # evicted by one that came after it
-            return
-        session = self.sessions(number + 1)[number]
-        self.log.add(
-            Placement(entry_id, timestamp, session, self.rope, layer_idx, n_tokens, position, token)
-        )
-
-    def visible(self, layer: HybridLayer, row: Row) -> npt.NDArray[np.uint64]:
-        """Return the ids that one conversation may see in a layer."""
+    def visible(self, layer: HybridLayer, row: Row) -> npt.NDArray[np.uint64] | None:
+        """Return the ids that one conversation may see in a layer, None for all of them."""
         if self.recall == "none":
             return np.empty(0, np.uint64)
-        return self.log.ids(layer.layer_idx) if self.recall == "all" else row.ids()
+        return None if self.recall == "all" else row.ids()
 
     def is_recent(self, layer: HybridLayer) -> bool:
         """Whether the last search still stands: few tokens ago, and nothing evicted since."""
@@ -286,15 +293,12 @@ class HybridCache(Cache):
     def placement(self, entry_id: int) -> Placement | None:
         """Return where an entry stood and in which conversation, or None if that is not known."""
         try:
-            return self.log.get(entry_id, self.store.get(entry_id).timestamp)
+            return Placement.of(self.store.get(entry_id))
         except KeyError:
             return None
 
     def flush(self) -> None:
         """Make everything that left the window durable."""
-        # An entry without its placement would be lost to other conversations; the reverse is
-        # harmless.
-        self.log.sync()
         self.store.flush()
 
     def save(self, path: os.PathLike[str] | str) -> None:
@@ -379,9 +383,9 @@ class HybridCache(Cache):
 
     def activate_past_recording(self) -> None:
         """Refuse: assisted decoding would take tokens back."""
-        raise NotImplementedError(
+        raise ValueError(
             "HybridCache does not support assisted decoding: what has gone to the store cannot "
-            "be taken back"
+            "be taken back; generate without an assistant"
         )
 
 
@@ -393,6 +397,10 @@ def _branched(layer: HybridLayer, cache: HybridCache) -> HybridLayer:
     new.cache = cache
     new.rows = [row.copy() for row in layer.rows]
     return new
+
+
+def _other_model(store: hybridmem.Store, what: str) -> str:
+    return f"{store.path} holds keys of other {what} than this model's; use another directory"
 
 
 def _model_id(config: Any) -> str:

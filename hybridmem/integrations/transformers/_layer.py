@@ -13,6 +13,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from hybridmem.integrations.transformers._call import Call, current
+from hybridmem.integrations.transformers._entries import Placement
 from hybridmem.integrations.transformers._rope import Angles, unrotate
 
 if TYPE_CHECKING:
@@ -166,23 +167,28 @@ class HybridLayer(CacheLayerMixin):
 
     def reorder_cache(self, beam_idx: Any) -> None:
         """Refuse: entries belong to one sequence each."""
-        raise NotImplementedError("HybridCache does not support beam search; use num_beams=1")
+        raise ValueError("HybridCache does not support beam search; use num_beams=1")
 
     def crop(self, tokens_to_remove: int) -> None:
         """Refuse: what has gone to the store does not come back."""
-        raise NotImplementedError(
+        raise ValueError(
             "HybridCache cannot be cropped, so assisted decoding and prompt lookup are not "
-            "supported; "
-            "use branch() before what you may want to take back"
+            "supported; use branch() before what you may want to take back"
         )
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Refuse: entries belong to one sequence each."""
-        raise NotImplementedError("HybridCache: the batch cannot be repeated; use branch()")
+        raise ValueError(
+            "the batch of a HybridCache cannot be repeated, because entries belong to one sequence "
+            "each; use branch() for each"
+        )
 
     def batch_select_indices(self, indices: Any) -> None:
         """Refuse: entries belong to one sequence each."""
-        raise NotImplementedError("HybridCache: rows of the batch cannot be selected")
+        raise ValueError(
+            "rows of the batch of a HybridCache cannot be selected; give each sequence a cache of "
+            "its own"
+        )
 
     # -- what the attention function asks ----------------------------------------------------------
 
@@ -276,7 +282,6 @@ class HybridLayer(CacheLayerMixin):
         some = tokens.flatten(0, 1) if valid is None else tokens[valid]
         assert self.query_sum is not None
         query = (self.query_sum / max(1, self.query_count)).astype(np.float32)
-        self.cache.log.sync()  # calibration commits the store
         # Where entries are there already, or another conversation came first, it stays as it is.
         with contextlib.suppress(ValueError):
             self.cache.store.calibrate(
@@ -308,14 +313,18 @@ class HybridLayer(CacheLayerMixin):
             for x in (self.keys, self.values, plain)
         )
         columns = [part.numpy() for part in parts]
-        ids = cache.store.put_many(
+        places = []
+        for some in columns:
+            position = int(cache.track.positions[number, some[0]])
+            session = cache.sessions(number + 1)[number]
+            places.append(
+                Placement(session, cache.weights, cache.rope, position, row.taken, len(some))
+            )
+            row.taken += len(some)
+        row.entry_ids += cache.store.put_many(
             [(keys[some], values[some]) for some in columns],
             self.layer_idx,
             cache.importance,
             index_keys=[index_keys[some] for some in columns],
+            sources=[place.source() for place in places],
         )
-        for entry_id, some in zip(ids, columns, strict=True):
-            position = int(cache.track.positions[number, some[0]])
-            cache.remember(self.layer_idx, number, entry_id, len(some), position, row.taken)
-            row.taken += len(some)
-        row.entry_ids += ids

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from hybridmem.integrations._tensors import as_tensor
 from hybridmem.integrations.transformers._call import Call
 from hybridmem.integrations.transformers._layer import HybridLayer, Row
 from hybridmem.integrations.transformers._rope import move
@@ -66,7 +67,7 @@ def recall(
     before = queries.shape[1] - count
     first = layer.seen - count
     visible = [cache.visible(layer, row) for row in layer.rows]
-    most = max((len(ids) for ids in visible), default=0)
+    most = max(len(cache.store if ids is None else ids) for ids in visible)
     if most == 0:
         return [Block(0, count, _memory(layer, call, [()] * len(layer.rows)))]
     if count == 1 and layer.searched is not None and cache.is_recent(layer):
@@ -96,7 +97,7 @@ def _search(
     queries: torch.Tensor,
     number: int,
     stops: Sequence[int],
-    ids: npt.NDArray[np.uint64],
+    ids: npt.NDArray[np.uint64] | None,
 ) -> list[list[Any]]:
     """Return the hits of one row of the batch for the queries before each stop.
 
@@ -104,7 +105,7 @@ def _search(
     """
     newest = [layer.newest_queries(queries, number, stop) for stop in stops]
     asked = [each for each in newest if len(each)]  # padding asks nothing
-    if len(ids) == 0 or not asked:
+    if (ids is not None and len(ids) == 0) or not asked:
         return [[] for _ in stops]
     cache = layer.cache
     found = cache.store.query_many(asked, layer.layer_idx, cache.top_k, entry_ids=ids)
@@ -113,7 +114,7 @@ def _search(
         [
             hit
             for hit in sorted(hits, key=lambda hit: hit.entry_id)
-            if hit.entry_id in own or cache.log.get(hit.entry_id, hit.timestamp)
+            if hit.entry_id in own or cache.place(hit)
         ]
         for hits in found
     )
@@ -132,6 +133,10 @@ def _memory(layer: HybridLayer, call: Call, found: Sequence[Sequence[Any]]) -> M
     if last is not None and last.names == names:
         return last
     parts = [_rows(layer, call, row, hits) for row, hits in zip(layer.rows, found, strict=True)]
+    if len(parts) == 1:
+        keys, values = (part[None] for part in parts[0])
+        layer.memory = new = Memory(keys, values, None, names)
+        return new
     longest = max(keys.shape[1] for keys, _ in parts)
     keys = layer.keys.new_zeros((len(parts), layer.keys.shape[1], longest, layer.keys.shape[3]))
     values = torch.zeros_like(keys)
@@ -141,8 +146,7 @@ def _memory(layer: HybridLayer, call: Call, found: Sequence[Sequence[Any]]) -> M
         keys[number, :, longest - width :] = some_keys
         values[number, :, longest - width :] = some_values
         valid[number, longest - width :] = True
-    new = Memory(keys, values, None if bool(valid.all()) else valid, names)
-    layer.memory = new
+    layer.memory = new = Memory(keys, values, None if bool(valid.all()) else valid, names)
     return new
 
 
@@ -154,29 +158,25 @@ def _rows(
     like = {"dtype": layer.dtype, "device": layer.device}
     own = row.own()
     foreign = [hit for hit in hits if hit.entry_id not in own]
+    mine = [hit for hit in hits if hit.entry_id in own]
     keys, values = [], []
     if foreign:
         keys.append(_moved(layer, call, foreign, shape))
-        values.append(_heads([hit.values for hit in foreign], shape))
-    mine = [hit for hit in hits if hit.entry_id in own]
-    if mine:
-        keys.append(_heads([hit.keys for hit in mine], shape))
-        values.append(_heads([hit.values for hit in mine], shape))
-    keys, values = [x.to(**like) for x in keys], [x.to(**like) for x in values]
+    keys += [_heads(hit.keys, shape) for hit in mine]
+    values += [_heads(hit.values, shape) for hit in (*foreign, *mine)]
     if row.sink_keys is not None:
         keys.append(row.sink_keys)
         values.append(row.sink_values)
     if not keys:
         empty = layer.keys.new_empty((shape[0], 0, shape[1]))
         return empty, empty
-    return torch.cat(keys, dim=1), torch.cat(values, dim=1)
+    # The one copy of what is mapped.
+    return tuple(torch.cat([x.to(**like) for x in some], dim=1) for some in (keys, values))
 
 
-def _heads(matrices: Sequence[npt.NDArray[np.float32]], shape: tuple[int, int]) -> torch.Tensor:
-    """Turn matrices [n, embed_dim] into one tensor [kv_heads, sum of n, head_dim]."""
-    # numpy's copy, because what the store hands out is read-only
-    rows = torch.from_numpy(np.concatenate(matrices))
-    return rows.unflatten(1, shape).transpose(0, 1)
+def _heads(matrix: npt.NDArray[np.float32], shape: tuple[int, int]) -> torch.Tensor:
+    """View a matrix [n, embed_dim] as [kv_heads, n, head_dim]."""
+    return as_tensor(matrix).unflatten(1, shape).transpose(0, 1)
 
 
 def _moved(
@@ -184,7 +184,7 @@ def _moved(
 ) -> torch.Tensor:
     """Rotate keys of other conversations to the places just before this one, oldest first."""
     cache = layer.cache
-    keys = _heads([hit.keys for hit in hits], shape)
+    keys = torch.cat([_heads(hit.keys, shape) for hit in hits], dim=1)
     if cache.track.angles is None or not getattr(call.module, "use_rope", True):
         return keys
     old = torch.cat([_positions(layer, hit) for hit in hits])
@@ -194,6 +194,6 @@ def _moved(
 
 
 def _positions(layer: HybridLayer, hit: Any) -> torch.Tensor:
-    placement = layer.cache.log.get(hit.entry_id, hit.timestamp)
-    assert placement is not None  # only entries whose place is known are visible
+    placement = layer.cache.place(hit)
+    assert placement is not None  # `_search` has dropped the others
     return torch.arange(placement.position, placement.position + placement.n_tokens)

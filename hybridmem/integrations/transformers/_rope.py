@@ -104,7 +104,7 @@ def probe(attention: Any, rotary: Rotary, head_dim: int) -> Rotation:
 
     Raises
     ------
-    NotImplementedError
+    TypeError
         If it rotates in no way known here.
     """
     apply = None
@@ -125,10 +125,9 @@ def probe(attention: Any, rotary: Rotary, head_dim: int) -> Rotation:
                 got = rotate(keys, rotation.angles(cos, sin))
                 if got.shape == wanted.shape and torch.allclose(got, wanted, atol=1e-5):
                     return rotation
-    raise NotImplementedError(
-        f"{type(attention).__name__} rotates its keys in a way that is not known here; "
-        "HybridCache supports the half-split and the interleaved form of RoPE, and models "
-        "without RoPE"
+    raise TypeError(
+        f"{type(attention).__name__} rotates its keys in a way that is not known here; use a model "
+        "with the half-split or the interleaved form of RoPE, or one without RoPE"
     )
 
 

@@ -144,7 +144,10 @@ def _pack_layer(name: str, layer: Any, tensors: dict[str, torch.Tensor]) -> dict
         tensors[f"{name}.keys"], tensors[f"{name}.values"] = layer.keys, layer.values
     if not isinstance(layer, HybridLayer):
         if type(layer).__name__ not in ("DynamicSlidingWindowLayer", "DummyLayer"):
-            raise NotImplementedError(f"layers of type {type(layer).__name__} cannot be saved")
+            raise TypeError(
+                f"layers of type {type(layer).__name__} cannot be saved; keep the cache open, and "
+                "go on in this process"
+            )
         return fields | {"seen": getattr(layer, "cumulative_length", 0)}
     if layer.recent is not None and layer.recent_valid is not None:
         tensors[f"{name}.recent"] = layer.recent
