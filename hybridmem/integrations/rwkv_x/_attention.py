@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hybridmem import _kernels
+from hybridmem.integrations._tensors import as_tensor
 
 #: Query rows whose scores are held at once.
 BLOCK_ROWS = 128
@@ -125,16 +126,6 @@ def _array(rows: Any) -> np.ndarray[Any, Any]:
 def _tensors(group: tuple[Any, Any], device: Any) -> tuple[Tensor, Tensor]:
     keys, values = (as_tensor(rows).to(device) for rows in group)
     return keys, values
-
-
-def as_tensor(rows: Any) -> Tensor:
-    """View a read-only array as a tensor."""
-    if isinstance(rows, Tensor):
-        return rows
-    try:
-        return torch.from_dlpack(rows)
-    except BufferError:  # numpy before 2.1 exports no read-only memory
-        return torch.from_numpy(rows.copy())
 
 
 def _future(m: int, rows: int, device: torch.device) -> Tensor:
