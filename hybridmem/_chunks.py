@@ -13,7 +13,7 @@ from hybridmem import _arrays, _source
 from hybridmem._codec import Codec, Tensor
 from hybridmem._signatures import Signatures
 
-__all__ = ["Chunk", "Given", "each", "many", "prepare"]
+__all__ = ["Chunk", "Given", "each", "many", "prepare", "weights"]
 
 
 class Given(NamedTuple):
@@ -88,6 +88,11 @@ def many(entries: Iterable[tuple[Any, Any]], index_keys: Any, sources: Any) -> l
         Given(*pair, index, source, f"entry {at}: ")
         for at, (pair, index, source) in enumerate(zip(listed, indexed, named, strict=True))
     ]
+
+
+def weights(importance: Any, n: int) -> list[float]:
+    """Return the importance of each of `n` entries."""
+    return [_arrays.importance(one) for one in each(importance, n, "importance")]
 
 
 def each(value: Any, n: int, name: str) -> list[Any]:

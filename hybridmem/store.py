@@ -133,10 +133,7 @@ class Store(Finder):
         self._writing()
         layer = _arrays.layer_index(layer_idx)
         given = _chunks.many(entries, index_keys, sources)
-        weights = [
-            _arrays.importance(one) for one in _chunks.each(importance, len(given), "importance")
-        ]
-        return self._put(layer, given, weights)
+        return self._put(layer, given, _chunks.weights(importance, len(given)))
 
     def _put(self, layer: int, given: Sequence[Given], weights: Sequence[float]) -> list[int]:
         width = self.config.embed_dim
@@ -437,6 +434,8 @@ class Store(Finder):
         # Puts and queries go on: they change neither what is committed nor its records.
         with self._commit_lock:
             self._check_open()
+            if self._writer is not None and not self._forked:
+                self._writer.check()  # else what is committed is not known
             yield self._manifest, self._table
 
     def refresh(self) -> bool:

@@ -12,12 +12,12 @@ import pytest
 
 import hybridmem
 from hybridmem.archive import export_store, import_store
-from hybridmem.testing import Faults, Recorder, crash_states, installed
+from hybridmem.testing import Faults, Recorder, Syscalls, crash_states, installed
 
 from .book import Book, State, read
 from .crashes import Scratch, describe, found_in
 from .faults import descriptors, kinds
-from .histories import CONFIG
+from .histories import CONFIG, FailedSync
 
 Make = Callable[[Any, Path], None]
 
@@ -131,3 +131,18 @@ def test_the_kth_call_fails(maker: str, kind: str, forever: bool, scratch: Scrat
             assert at > 10
             return
         at += 17 if maker == "imported" else 5
+
+
+def test_a_writer_that_failed_knows_no_commit(scratch: Scratch) -> None:
+    root = scratch.new()
+    store, _ = base(root)
+    store.delete(1)
+    with installed(FailedSync(3, Syscalls())), pytest.raises(hybridmem.StoreIOError):
+        store.compact()
+    with pytest.raises(hybridmem.StoreIOError, match="open it again"):
+        store.snapshot(root / "snap")
+    assert os.listdir(root) == ["mem"]
+    store.close()
+    with hybridmem.open(root / "mem") as again:
+        again.snapshot(root / "snap")
+        assert read(hybridmem.open(root / "snap", mode="r")) == read(again)
