@@ -68,8 +68,8 @@ class Finder(Reader):
         newest : int, default 0
             Entries put last that are in the result whatever their similarity.
         approximate : bool, default False
-            Where a layer has more than 16,384 entries with sub-signatures, look for the last two
-            query tokens in all of them, for two more in the nearest third, and for the rest in
+            Where a layer has 16,384 entries or more with sub-signatures, look for the last two
+            query tokens in all of them, for two more in the nearest sixth, and for the rest in
             the nearest sixteenth only.
 
         Returns

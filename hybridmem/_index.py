@@ -40,9 +40,9 @@ LANES = 64  # sub-signatures whose bytes lie side by side, as the kernels want t
 # and the best are counted out, which costs O(n) whatever k is.
 RUNNING_K = 64
 
-# Late interaction in a large layer, where asked for: after the last 2 query tokens one of 3 entries
+# Late interaction in a large layer, where asked for: after the last 2 query tokens one of 6 entries
 # goes on, after the last 4 one of 16, by limits taken from a sample (docs/retrieval.md: recall).
-GATES = ((2, 3), (4, 16))
+GATES = ((2, 6), (4, 16))
 LARGE = 1 << 14
 _SAMPLE = 512
 

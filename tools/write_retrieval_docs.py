@@ -61,9 +61,13 @@ def rankings() -> str:
 
 def sizes() -> str:
     """Bits, tokens of an entry, query tokens, tokens retrieved: the set to choose with."""
+    scan = {
+        (row["bits"], row["query_tokens"]): f"{float(row['milliseconds']):.1f} ms"
+        for row in read("costs-avx2")
+    }
     return table(
         (
-            "bits a token", "entry", "query tokens", "retrieved", "bytes a token",
+            "bits a token", "entry", "query tokens", "retrieved", "bytes a token", "scan",
             "facts, own document", "facts, four documents", "output error",
         ),
         (
@@ -73,6 +77,7 @@ def sizes() -> str:
                 row["query_tokens"],
                 row["retrieved"],
                 row["bytes_per_token"],
+                scan.get((row["bits"], row["query_tokens"]), ""),
                 between(row, "own", "own_low", "own_high"),
                 between(row, "pooled", "pooled_low", "pooled_high"),
                 between(row, "error", "error_low", "error_high"),
@@ -86,7 +91,7 @@ def sizes() -> str:
 
 
 def stages() -> str:
-    """What the search of large layers finds; the shares that it uses are those after 3 and 16."""
+    """What the search of large layers finds; the shares that it uses are 6 and 16."""
     return table(
         (
             "bank", "entries", "after 2 tokens", "after 4 tokens", "compared with all 8",
@@ -104,7 +109,7 @@ def stages() -> str:
                 f"{float(row['facts_staged']):.3f}",
             )
             for row in read("stages-choose")
-            if row["after_two"] == "1/3" or row["after_four"] == "1/16"
+            if row["after_two"] == "1/6" or row["after_four"] == "1/16"
         ),
     )  # fmt: skip
 

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from .rankings import all_rankings
 
 DRAWS = 10_000
-TOP = 10
 REFERENCE = "full attention"
 Floats = NDArray[np.float64]
 
@@ -49,8 +48,8 @@ def read(results: Path) -> dict[str, Records]:
     return runs
 
 
-def rows(records: Records, chunk: int) -> list[dict[str, Any]]:
-    """One row a ranking: everything that is reported of it."""
+def rows(records: Records, chunk: int, top: int) -> list[dict[str, Any]]:
+    """One row a ranking: all that is reported of it; a needle is found among the first `top`."""
     sizes = {ranking.name: ranking.entry_bytes(chunk) for ranking in all_rankings()}
     full = records[REFERENCE]
     out = []
@@ -72,20 +71,20 @@ def rows(records: Records, chunk: int) -> list[dict[str, Any]]:
             row["output_error"], row["error_low"], row["error_high"] = interval(errors)
         for which in ("own", "pooled"):
             if f"{which}_ranks" in answers[questions[0]]:
-                found = [np.mean(np.array(answers[q][f"{which}_ranks"]) < TOP) for q in questions]
+                found = [np.mean(np.array(answers[q][f"{which}_ranks"]) < top) for q in questions]
                 row[which], row[f"{which}_low"], row[f"{which}_high"] = interval(found)
         out.append(row)
     return out
 
 
-def by_layer(records: Records) -> list[dict[str, Any]]:
+def by_layer(records: Records, top: int) -> list[dict[str, Any]]:
     """Needle recall of every layer: which layers look facts up at all."""
     out = []
     for name, answers in records.items():
         for which in ("own", "pooled"):
             ranks = [a[f"{which}_ranks"] for a in answers.values() if f"{which}_ranks" in a]
             if ranks:
-                recall = (np.array(ranks) < TOP).mean(axis=0)
+                recall = (np.array(ranks) < top).mean(axis=0)
                 out += [
                     {"ranking": name, "bank": which, "layer": layer, "recall": round(float(r), 4)}
                     for layer, r in enumerate(recall)
@@ -140,9 +139,10 @@ def write_tables(results: Path, out: Path) -> None:
     parts = ["See ../README.md. Intervals are 95 % of a bootstrap over questions.\n"]
     for run, records in read(results).items():
         chunk = int(run.split("-c")[1].split("-")[0])
-        table = rows(records, chunk)
+        top = int(run.split("-r")[1].split("-")[0]) // chunk
+        table = rows(records, chunk, top)
         write_csv(out / f"{run}.csv", table)
-        write_csv(out / f"{run}-layers.csv", by_layer(records))
+        write_csv(out / f"{run}-layers.csv", by_layer(records, top))
         parts.append(f"## {run}\n\n{markdown(table)}\n")
         print(parts[-1])
     (out / "tables.md").write_text("\n".join(parts), encoding="utf-8")

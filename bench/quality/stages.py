@@ -7,8 +7,9 @@ layers, each layer centred by itself (45,000); and, for the largest, those that 
 tokens later too, so that every fact lies in two or three of them. Questions are asked in every
 layer where the bank is one layer, else in every sixth.
 
-``python -m bench.quality.stages time`` takes the time of both at 10,000 and 100,000 entries; on an
-idle core, with ``HYBRIDMEM_SIMD=avx2`` for the figures of the docs.
+``python -m bench.quality.stages time`` takes the time of both at 10,000 and 100,000 entries, and
+``costs`` that of the whole scan by bits and query tokens; on an idle core, with
+``HYBRIDMEM_SIMD=avx2`` for the figures of the docs.
 """
 
 from __future__ import annotations
@@ -193,9 +194,32 @@ def times() -> dict[str, float]:
     return {name: 1e3 * float(np.median(some)) for name, some in taken.items()}
 
 
+def costs() -> list[dict[str, Any]]:
+    """Milliseconds of a query over 10,000 entries of 64 tokens, by bits and query tokens."""
+    rng = np.random.default_rng(0)
+    rows = []
+    pooled = SignatureSpec(4096)
+    for bits in (64, 128, 256, 512, 1024, 4096):
+        spec = pooled if bits == 4096 else SignatureSpec(bits * CHUNK, 1, bits)
+        index = LayerIndex(spec)
+        for first in range(0, 10_000, 1000):
+            records = rng.integers(0, 256, (1000, spec.record_bytes), np.uint8)
+            index.extend(np.arange(first + 1, first + 1001), np.full(1000, CHUNK), records)
+        for tokens in (1,) if spec is pooled else (1, 2, 4, 8):
+            taken = []
+            for _ in range(30):
+                query = rng.integers(0, 256, (tokens, bits // 8), np.uint8)
+                start = time.perf_counter()
+                index.view().search([query], TOP)
+                taken.append(time.perf_counter() - start)
+            row = {"bits": bits, "pooled": spec is pooled, "query_tokens": tokens}
+            rows.append(row | {"milliseconds": 1e3 * float(np.median(taken))})
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.quality.stages", description=__doc__)
-    parser.add_argument("what", choices=["recall", "time"])
+    parser.add_argument("what", choices=["recall", "time", "costs"])
     parser.add_argument("--set", choices=["choose", "report"], default="choose")
     parser.add_argument("--layer-step", type=int, default=6, help="ask in every so many layers")
     parser.add_argument("--results", type=Path, default=RESULTS)
@@ -203,6 +227,9 @@ def main() -> None:
     args = parser.parse_args()
     if args.what == "time":
         print(json.dumps({"simd": hybridmem.simd_level(), **times()}))
+        return
+    if args.what == "costs":
+        write_csv(args.out / f"costs-{hybridmem.simd_level()}.csv", costs())
         return
     write_csv(args.out / f"stages-{args.set}.csv", recall(args.results, args.set, args.layer_step))
 

@@ -197,7 +197,7 @@ static void hm_late_gated(const hm_kernels *kernels, const hm_late_block *block,
     size_t i, run, e, gate;
     for (i = 0; i < n; i += run) {
         size_t first = at == NULL ? i : (size_t)at[i], done = 0, near = 1;
-        ptrdiff_t ahead = HM_LATE_AHEAD;
+        ptrdiff_t ahead = HM_AHEAD; /* few tokens wait for the memory: more at once was slower */
         if (at != NULL) {
             size_t next = hm_min_size(i + 4, n - 1);
             ahead = (ptrdiff_t)(at[next] * lanes / HM_LANES - at[i] * lanes / HM_LANES) * group_bytes;
