@@ -196,8 +196,7 @@ class _Installation:
         if self.implementation not in _BASES:
             raise ValueError(
                 "retrieval() works with attention 'sdpa' and 'eager', not "
-                f"{self.implementation!r}; call "
-                "model.set_attn_implementation('sdpa') first"
+                f"{self.implementation!r}; call model.set_attn_implementation('sdpa') first"
             )
         base, mask = _BASES[self.implementation]
         name = _PREFIX + self.implementation
@@ -244,14 +243,14 @@ def _before_attention(weights: int, module: Any, args: Any, kwargs: Any) -> None
         given = "no cache" if cache is None else type(cache).__name__
         raise TypeError(
             f"inside retrieval() every forward needs `cache=HybridCache(...)`, got {given}; "
-            "leave the "
-            "with block to run the model with another cache"
+            "leave the with block to run the model with another cache"
         )
     tables = kwargs.get("position_embeddings")
     rotary = current.rotary
     if tables is not None and (rotary is None or tables[0] is not rotary.cos):
         raise TypeError(
-            f"the angles of {type(module).__name__} come from no rotary module that was seen to run"
+            f"the angles of {type(module).__name__} come from no rotary module that was seen to "
+            "run, so its keys cannot be unrotated; use a model with a rotary module of its own"
         )
     current.call = Call(module, cache, None if tables is None else rotary)
     cache.check_weights(weights)

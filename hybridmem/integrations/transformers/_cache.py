@@ -1,4 +1,3 @@
-# mypy: disallow-subclassing-any=False
 """`HybridCache`: a transformers cache whose layers keep a window and send the rest to a store."""
 
 from __future__ import annotations
@@ -158,8 +157,7 @@ class HybridCache(Cache):
         if not full:
             raise ValueError(
                 "no layer of this model has full attention (all slide or are of another kind), "
-                "so nothing "
-                "would ever leave the cache"
+                "so nothing would ever leave the cache; use it with its own cache"
             )
         for number in full:
             layers[number] = HybridLayer(self, number)

@@ -1,4 +1,3 @@
-# mypy: disallow-subclassing-any=False
 """One layer of the cache: a window of keys and values, whose overflow goes to the store."""
 
 from __future__ import annotations
@@ -120,8 +119,7 @@ class HybridLayer(CacheLayerMixin):
         if call is None or call.layer is not None or self._untaken:
             raise RuntimeError(
                 "a HybridCache works only inside `with retrieval(model):`, because what leaves "
-                "its window "
-                "is found again by a search with the query, which a cache never sees"
+                "its window is found again by a search with the query, which a cache never sees"
             )
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)

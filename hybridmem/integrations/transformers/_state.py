@@ -101,8 +101,7 @@ def read_state(cache: HybridCache, path: os.PathLike[str] | str, device: Any = "
     if told["store_id"] != cache.store.store_id:
         raise ModelMismatchError(
             f"{path} belongs to another store than {cache.store.path}: ids of entries are unique "
-            "in "
-            "one store only"
+            "in one store only; open the store that it was saved beside"
         )
     with safe_open(path, framework="pt", device=str(device)) as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
