@@ -39,6 +39,8 @@ DEFAULT_SEED = 0x48594252_49444D31
 
 MAX_EMBED_DIM = 1 << 24
 MAX_HDC_DIM = 1 << 24
+#: Of a sub-signature: 64 of them lie interleaved in memory.
+MAX_SUB_BITS = 1 << 20
 
 _CHUNK_BYTES = 1 << 24
 #: Words of flips that are kept; where a projection has more they are made anew at each use.
@@ -266,7 +268,7 @@ class SignatureSpec:
         0: one signature of the mean of all tokens. Otherwise one sub-signature for the mean of each
         run of so many tokens, side by side from bit 0; those of the first tokens, as many as fit.
     signature_bits : int
-        Bits of a sub-signature, a multiple of 64; 0 means hdc_dim.
+        Bits of a sub-signature, a multiple of 64 and at most 2**20; 0 means hdc_dim.
     """
 
     hdc_dim: int = 4096
@@ -282,6 +284,8 @@ class SignatureSpec:
         set_(self, "signature_bits", _bits(bits, "signature_bits") if bits else 0)
         if tokens == 0 and bits not in (0, self.hdc_dim):
             raise ValueError("signature_bits needs signature_tokens >= 1")
+        if tokens and self.bits > MAX_SUB_BITS:
+            raise ValueError(f"signature_bits must be at most {MAX_SUB_BITS}, got {self.bits}")
 
     @property
     def pooled(self) -> bool:

@@ -2,7 +2,7 @@
 # The tests that reach the kernels, with a build under AddressSanitizer and UndefinedBehaviorSanitizer,
 # and the C test of all instruction sets under valgrind where it is installed.
 #
-# tools/sanitize.sh [pytest arguments]
+# tools/sanitize.sh [more arguments of pytest]
 # PYTHON names an interpreter that has the package's test requirements.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -33,8 +33,8 @@ then
   exit 1
 fi
 
-run "$python" -m pytest -q -p no:cacheprovider "${@:-tests/test_kernels.py}" \
-  tests/test_codec.py tests/test_hdc.py tests/test_index.py tests/contract/test_query.py
+run "$python" -m pytest -q -p no:cacheprovider tests/test_kernels.py tests/test_codec.py \
+  tests/test_hdc.py tests/test_index.py tests/contract/test_query.py "$@"
 
 if command -v valgrind >/dev/null; then
   RUN="valgrind -q --error-exitcode=9 --leak-check=full" CC=gcc tests/c/run.sh
