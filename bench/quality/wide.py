@@ -49,7 +49,7 @@ def scores(keys: NDArray[np.uint8], query: NDArray[np.uint8]) -> NDArray[np.floa
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.quality.wide", description=__doc__)
-    parser.add_argument("--seeds", type=int, default=4)
+    parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
