@@ -33,8 +33,7 @@ __all__ = ["RESERVE_NAME", "Flush", "Writer"]
 
 RESERVE_NAME = "reserve"
 _PAGE = 4096
-#: Records written per buffer of a compaction.
-_PIECE_RECORDS = 8192
+_PIECE_RECORDS = 8192  # written per buffer of a compaction
 
 
 @dataclasses.dataclass(slots=True)
@@ -380,7 +379,11 @@ class Writer:
                 raise
             name, self._reserve = RESERVE_NAME, 0
             self._directory.overwrite_temporary(name, data)
-        self._directory.check_lock()
+        try:
+            self._directory.check_lock()
+        except BaseException:
+            self._directory.remove(name)
+            raise
         self._committing = True
         self._directory.rename(name, INDEX_NAME)
         self._directory.sync()

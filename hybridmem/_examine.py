@@ -266,7 +266,8 @@ def _check_shards(
         try:
             pool.header(shard.number)
         except CorruptStoreError as error:
-            bad[shard.number] = error.with_traceback(None)
+            # A fresh one: that which was raised keeps all that was on its way.
+            bad[shard.number] = CorruptStoreError(str(error), path=error.path, offset=error.offset)
             faults.append(_fault(error, shard_name(shard.number)))
     return bad
 

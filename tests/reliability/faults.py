@@ -112,8 +112,6 @@ def _one(case: Case, faults: Faults, forever: bool) -> bool:
             case.act()
         except hybridmem.HybridMemError:
             failed = True
-    left = [name for name in os.listdir(store.path) if name.startswith(".hybridmem-")]
-    assert forever or not left, f"{left} was left"
     new = case.after()
     states = [committed, old, new]
     found = read(store)
@@ -125,6 +123,8 @@ def _one(case: Case, faults: Faults, forever: bool) -> bool:
     except hybridmem.StoreIOError:
         usable = False
         assert failed, "an operation that succeeded left a store that is not usable"
+    left = [name for name in os.listdir(store.path) if name.startswith(".hybridmem-")]
+    assert forever or not usable or not left, f"{left} was left"
     store.close()
     with hybridmem.open(store.path, mode="r") as reader:
         durable = read(reader)

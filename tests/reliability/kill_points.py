@@ -76,6 +76,9 @@ def sweep(name: str, when: str, scratch: Scratch, *, first: int = 0, step: int =
     for at in range(first, teller.count, step):
         root = scratch.new()
         marks = _killed(name, root, at, when)
+        if marks is None:  # as many calls as the reference made, but for a few
+            assert at > 0.9 * teller.count, f"{name} did not come to call {at}"
+            return kills
         check(reference, root, marks, f"{name}, killed {when} call {at}")
         kills += 1
     return kills
@@ -99,8 +102,11 @@ def check(reference: Life, root: Path, marks: list[str], what: str) -> None:
         shutil.rmtree(root)
 
 
-def _killed(name: str, root: Path, at: int, when: str) -> list[str]:
-    """Let a process live through a history until it kills itself; return its marks."""
+def _killed(name: str, root: Path, at: int, when: str) -> list[str] | None:
+    """Let a process live through a history until it kills itself; return its marks.
+
+    None if it came to its end.
+    """
     told, tells = os.pipe()
     child = os.fork()
     if not child:
@@ -113,8 +119,7 @@ def _killed(name: str, root: Path, at: int, when: str) -> list[str]:
     with os.fdopen(told) as pipe:
         marks = pipe.read().splitlines()
     _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status), f"{name} did not come to call {at}"
-    return marks
+    return marks if os.WIFSIGNALED(status) else None
 
 
 # --- with strace ---------------------------------------------------------------------------------
