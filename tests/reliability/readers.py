@@ -93,6 +93,8 @@ def reader(path: Path, seed: int, reads: int, end: float) -> dict[str, Any]:
         with hybridmem.open(path, "r", io=io, max_open_shards=max_open) as store:
             for _ in range(watch.rng.randrange(1, 20)):
                 watch.look(store)
+                if watch.reads >= reads or time.monotonic() > end:
+                    break
                 store.refresh()
     watch.check_held()
     return {"reads": watch.reads, "gone": watch.gone, "seen": list(watch.seen.items())}
