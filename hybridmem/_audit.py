@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -71,7 +72,7 @@ def audit(
         Whether the keys are those that a second stage reads.
     """
     forms = _other_forms(config, signatures, layer, queries)
-    said: dict[str, list[npt.NDArray[np.float32]]] = {truth: [] for truth in RERANKS}
+    said: dict[str, list[npt.NDArray[Any]]] = {truth: [] for truth in RERANKS}
     asked = queries if exact is None else exact
     centred = [
         signatures.centred_query(layer.number, rows) if exact is None else rows for rows in asked
@@ -136,9 +137,7 @@ def audit(
     )
 
 
-def _scores(
-    said: dict[str, npt.NDArray[np.float32]], asked: Sequence[Floats]
-) -> dict[str, list[Scores]]:
+def _scores(said: dict[str, npt.NDArray[Any]], asked: Sequence[Floats]) -> dict[str, list[Scores]]:
     """Scores of all entries for each query, by truth; `said` is [entries, heads, query rows]."""
     ends = np.cumsum([len(rows) for rows in asked])
     scores: dict[str, list[Scores]] = {}
