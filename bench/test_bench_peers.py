@@ -274,8 +274,8 @@ def mixed(tmp_path_factory: pytest.TempPathFactory, sizes: Sizes) -> Path:
             row = rows[at % 256][None]
             store.put(row, row, at % 4)
         for at in range(large):
-            # Near one of 20 directions, of which the queries are: 5 in each layer are near each.
-            keys = chunk(rng) + 3 * directions[at // 4 % 20]
+            # Near one of some directions, of which the queries are: 5 in each layer are near each.
+            keys = chunk(rng) + 3 * directions[at // 4 % (large // 20)]
             store.put(keys, keys, at % 4)
         store.flush()
     return path
