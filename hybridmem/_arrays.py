@@ -166,7 +166,7 @@ def importance(v: object, name: str = "importance") -> float:
 
 def _integer(v: object, name: str, want: str) -> int:
     torch = _torch_of(v)
-    is_bool = isinstance(v, bool) or (torch is not None and v.dtype == torch.bool)  # type: ignore[attr-defined]
+    is_bool = isinstance(v, bool) or (torch is not None and getattr(v, "dtype", None) == torch.bool)
     try:
         if not is_bool:
             return operator.index(v)  # type: ignore[arg-type]  # that is the question

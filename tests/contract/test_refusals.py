@@ -112,11 +112,10 @@ def test_put_refuses(name: str, case: str, filled: Any) -> None:
     assert re.search(wanted, str(caught.value)), str(caught.value)
 
 
-@pytest.mark.parametrize("case", MATRICES)
+# A query may be as long as it likes.
+@pytest.mark.parametrize("case", [c for c in MATRICES if "tokens" not in c or "no" in c])
 def test_query_refuses(case: str, filled: Any) -> None:
     make, wanted = MATRICES[case]
-    if "tokens" in case and "no" not in case:
-        pytest.skip("a query may be as long as it likes")
     with Unchanged(filled), pytest.raises((ValueError, TypeError), match="quer") as caught:
         filled.query(make(), layer_idx=0)
     assert re.search(wanted, str(caught.value)), str(caught.value)

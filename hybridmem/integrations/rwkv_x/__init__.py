@@ -80,7 +80,7 @@ def attach(
         If the store holds keys of other weights.
     """
     try:
-        import torch  # noqa: F401
+        import torch  # noqa: F401  (only asked for, so that its absence can be explained)
     except ImportError as error:
         raise ImportError(
             "hybridmem.integrations.rwkv_x needs PyTorch: pip install 'hybridmem[rwkv]'"

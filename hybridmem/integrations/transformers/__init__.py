@@ -9,7 +9,7 @@ Needs PyTorch and transformers: `pip install hybridmem[transformers]`.
 from __future__ import annotations
 
 try:
-    import torch as _torch  # noqa: F401
+    import torch as _torch  # noqa: F401  (its absence is explained)
     import transformers as _transformers
 except ImportError as error:
     raise ImportError(
