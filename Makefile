@@ -10,7 +10,7 @@ NATIVE := pyproject.toml setup.py $(wildcard hybridmem/*.pyx hybridmem/_simd/*.h
 # Arguments for pytest, as in  make test ARGS="-k query -x"
 ARGS   ?=
 # How long the reliability run goes on.
-MINUTES ?= 30
+MINUTES ?= 60
 
 .PHONY: help venv demo test clients bench lint types docs torture sanitize sdist clean
 
@@ -72,7 +72,7 @@ types: $(VENV)/.installed-lint
 docs: $(VENV)/.installed-docs
 	$(BIN)/sphinx-build -W --keep-going -n -b html docs docs/_build/html
 
-torture: $(VENV)/.installed-test
+torture: $(VENV)/.installed-torture
 	$(BIN)/python -m tests.reliability.torture --minutes $(MINUTES)
 
 sanitize: $(VENV)/.installed-test

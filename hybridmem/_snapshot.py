@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from typing import NamedTuple
 
@@ -57,14 +58,12 @@ def load(directory: Directory, io: str) -> Loaded:
 def _load_records(directory: Directory, manifest: Manifest, io: str) -> tuple[EntryTable, str]:
     # A compaction commits while its records still have the name of their generation; they may get
     # their final name between a look at the one and a look at the other.
-    errors = []
-    for name in (ENTRIES_NAME, manifest.entries_name, ENTRIES_NAME):
-        try:
+    # No error is kept: with its traceback it would keep the map of a store that cannot be opened.
+    for name in (ENTRIES_NAME, manifest.entries_name):
+        with contextlib.suppress(CorruptStoreError, FileNotFoundError):
             return EntryTable.load(directory, name, manifest, io), name
-        except (CorruptStoreError, FileNotFoundError) as error:
-            errors.append(error)
-    if isinstance(errors[0], CorruptStoreError):
-        raise errors[0]
+    with contextlib.suppress(FileNotFoundError):
+        return EntryTable.load(directory, ENTRIES_NAME, manifest, io), ENTRIES_NAME
     if manifest.n_records == 0:
         return EntryTable.empty(directory, manifest.config), ENTRIES_NAME
     path = str(directory.path / ENTRIES_NAME)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -33,18 +34,35 @@ _MOST = 1 << 20
 
 @dataclasses.dataclass
 class Tally:
-    """How often an allocation failed, and how often the operation failed with it."""
+    """How often an allocation failed, and how often the operation failed with it.
+
+    `whole` counts the sweeps that came to the last allocation of their operation.
+    """
 
     failed: int = 0
     refused: int = 0
     died: int = 0
+    whole: int = 0
+
+    def add(self, other: Tally) -> None:
+        for field in dataclasses.fields(self):
+            total = getattr(self, field.name) + getattr(other, field.name)
+            setattr(self, field.name, total)
 
 
 def is_possible() -> bool:
     return _testcapi is not None and hasattr(_testcapi, "set_nomemory")
 
 
-def sweep(name: str, count: int, scratch: Scratch, *, first: int = 0, step: int = 1) -> Tally:
+def sweep(
+    name: str,
+    count: int,
+    scratch: Scratch,
+    *,
+    first: int = 0,
+    step: int = 1,
+    until: float = float("inf"),
+) -> Tally:
     """Fail every `step`-th allocation of an operation in turn, and those that follow: `count`.
 
     Not all that follow: an interpreter that never gets memory again cannot even raise.
@@ -65,8 +83,11 @@ def sweep(name: str, count: int, scratch: Scratch, *, first: int = 0, step: int 
             was_refused, is_over = outcome.value
             tally.refused += was_refused
             if is_over:
+                tally.whole += 1
                 return tally
             tally.failed += 1
+            if time.monotonic() > until:
+                return tally
         finally:
             shutil.rmtree(root, ignore_errors=True)
     raise AssertionError("never came to an end")

@@ -81,7 +81,7 @@ def apart(
 def _answer(
     fd: int, function: Callable[..., Any], args: tuple[Any, ...], address_space: int
 ) -> None:
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = peak_memory()
     if address_space:
         limit = _virtual_bytes() + address_space
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -90,9 +90,14 @@ def _answer(
         value = function(*args)
     except BaseException:
         failure = traceback.format_exc()
-    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * _UNIT
+    grown = peak_memory() - before
     with os.fdopen(fd, "wb") as pipe:
         pipe.write(pickle.dumps(Outcome(value, failure, grown)))
+
+
+def peak_memory() -> int:
+    """Return the most bytes of memory that this process has had at a time."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _UNIT
 
 
 def _virtual_bytes() -> int:

@@ -1,8 +1,8 @@
 """Coverage-guided mutation of what is parsed, with atheris (`pip install atheris`).
 
-`python -m tests.reliability.coverage_guided -max_total_time=600` looks for an input that ends in
-another error than one of ours. index.json and shard headers get checksums that fit, so that the
-mutations reach what is behind them.
+`python -m tests.reliability.coverage_guided -max_total_time=600 -timeout=10` looks for an input
+that ends in another error than one of ours. index.json and shard headers get checksums that fit, so
+that the mutations reach what is behind them.
 """
 
 from __future__ import annotations

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -81,8 +83,11 @@ OPERATIONS: dict[str, Callable[[Path], Case]] = {
 }
 
 
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
+def held() -> tuple[int, int]:
+    """Return how many descriptors this process has, and how many mappings of stores."""
+    maps = Path("/proc/self/maps")
+    mapped = maps.read_text().count("/mem/") if maps.exists() else 0
+    return len(os.listdir("/proc/self/fd" if maps.exists() else "/dev/fd")), mapped
 
 
 def sweep(name: str, kind: str, forever: bool, scratch: Scratch, step: int = 1) -> int:
@@ -90,7 +95,7 @@ def sweep(name: str, kind: str, forever: bool, scratch: Scratch, step: int = 1) 
     at, count = 0, 0
     while True:
         root = scratch.new()
-        before = descriptors()
+        before = held()
         try:
             if not _one(OPERATIONS[name](root), Faults(at, kind, forever=forever), forever):
                 return count
@@ -98,7 +103,7 @@ def sweep(name: str, kind: str, forever: bool, scratch: Scratch, step: int = 1) 
             raise AssertionError(f"{name}, call {at}, {kind}, {forever=}: {error}") from error
         finally:
             shutil.rmtree(root)
-        assert descriptors() == before, f"{name}, call {at}, {kind}: descriptors are not given back"
+        assert held() == before, f"{name}, call {at}, {kind}: descriptors or mappings are left"
         at += step
         count += 1
 
@@ -137,6 +142,72 @@ def _one(case: Case, faults: Faults, forever: bool) -> bool:
         assert read(writer).keys() == durable.keys()
         writer.put([[1.0] * 4], [[1.0] * 4], 0)
     return faults.fired or len(faults.names) > faults.at
+
+
+def _nothing(path: Path) -> list[int]:
+    return []
+
+
+def _closed(path: Path) -> list[int]:
+    with hybridmem.create(path, shard_max_bytes=800, **CONFIG) as store:
+        return [store.put([[float(i)] * 4], [[1.0] * 4], 0, i) for i in range(5)]
+
+
+def _unfinished(path: Path) -> list[int]:
+    """Cut a compaction short after its commit: a writer that opens it has all to tidy up."""
+    _closed(path)
+    counted = path.with_name("counted")
+    shutil.copytree(path, counted)
+    plan = Faults(-1, "EIO")
+    for where, faults in ((counted, plan), (path, None)):
+        with hybridmem.open(where) as store:
+            store.delete(2)
+            if faults is None:  # the last rename is that of the records
+                at = max(i for i, name in enumerate(plan.names) if name == "rename")
+                faults = Faults(at, "EIO", forever=True)
+            with installed(faults), contextlib.suppress(hybridmem.StoreIOError):
+                store.compact()
+    shutil.rmtree(counted)
+    (path / ".hybridmem-00.tmp").touch()
+    assert list(path.glob("entries.bin.g*")), "there is nothing to recover"
+    return [1, 3, 4, 5]
+
+
+#: What is there before, which returns the ids that are in it, and how it is opened.
+OPENINGS: dict[str, tuple[Callable[[Path], list[int]], str]] = {
+    "create": (_nothing, "create"),
+    "read": (_closed, "r"),
+    "write": (_closed, "r+"),
+    "read what was cut short": (_unfinished, "r"),
+    "recover": (_unfinished, "r+"),
+}
+
+
+def sweep_opening(name: str, kind: str, forever: bool, scratch: Scratch, step: int = 1) -> int:
+    """Fail every `step`-th call of creating or opening a store; return how many failed."""
+    prepare, mode = OPENINGS[name]
+    for count in itertools.count():
+        at = count * step
+        root = scratch.new()
+        path = root / "mem"
+        ids = prepare(path)
+        before = held()
+        faults = Faults(at, kind, forever=forever)
+        with installed(faults), contextlib.suppress(hybridmem.HybridMemError):
+            _open(path, mode).close()
+        assert held() == before, f"{name}, call {at}, {kind}: descriptors or mappings are left"
+        exists = (path / "index.json").exists()
+        assert exists or mode == "create", f"{name}, call {at}, {kind}: the store is gone"
+        with _open(path, "r+" if exists else "create") as store:
+            assert list(store) == ids, f"{name}, call {at}, {kind}: it holds {list(store)}"
+        shutil.rmtree(root)
+        if len(faults.names) <= at:
+            return count
+    raise AssertionError
+
+
+def _open(path: Path, mode: str) -> Any:
+    return hybridmem.create(path, **CONFIG) if mode == "create" else hybridmem.open(path, mode=mode)
 
 
 def kinds() -> Iterator[tuple[str, bool]]:

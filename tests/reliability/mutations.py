@@ -1,7 +1,7 @@
 """Damaged stores: each answer is the right one or an error of ours, in bounded time and memory.
 
-`python -m tests.reliability.mutations --count 10000` prints what became of the mutants. Each is
-opened in a process of its own.
+`python -m tests.reliability.mutations --count 10000` prints what became of the mutants, which are
+opened in processes of their own.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import random
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ import hybridmem
 from hybridmem.verify import verify
 
 from . import forged
-from .apart import apart
+from .apart import apart, peak_memory
 from .crashes import Scratch
 
 MB = 1 << 20
@@ -358,36 +358,86 @@ class Tally:
     def __str__(self) -> str:
         total = sum(self.outcomes.values())
         counts = ", ".join(f"{n} {what}" for what, n in sorted(self.outcomes.items()))
-        return (
-            f"{total} mutants: {counts}; most memory beyond twice the store {self.worst >> 20} MB"
-        )
+        most = max(0, self.worst) >> 20
+        return f"{total} mutants: {counts}; most memory beyond twice the store {most} MB"
 
 
-def run(count: int, seed: int, scratch: Scratch, *, until: float = float("inf")) -> Tally:
-    """Open so many mutants; all failures are in the result."""
-    specimens = {}
-    for name, config in SPECIMENS.items():
-        specimens[name] = [specimen(scratch.new() / "mem", one, config) for one in (1, 2)]
+Specimens = Mapping[str, Sequence[list[Commit]]]
+
+
+def _try(numbers: Sequence[int], specimens: Specimens, root: Path) -> list[tuple[str, int, float]]:
+    """Look at some mutants: what became of each, the memory it took at most, and the seconds."""
+    results = []
+    for number in numbers:
+        name, way, mutator = _mutant(number, specimens)
+        before = peak_memory()
+        start = time.monotonic()
+        try:
+            value = look(root, mutator.files, way, specimens[name][0], mutator.is_signed)
+        except Exception:
+            value = "FAILED"
+        seconds = time.monotonic() - start
+        shutil.rmtree(root / "mem", ignore_errors=True)
+        results.append((value, peak_memory() - before, seconds))
+    return results
+
+
+def _mutant(number: int, specimens: Specimens) -> tuple[str, str, Mutator]:
+    name = random.Random(number).choice(sorted(specimens))
+    mutator = Mutator(number, *specimens[name])
+    mutator.mutate()
+    return name, WAYS[number % len(WAYS)], mutator
+
+
+def _alone(number: int, specimens: Specimens, root: Path, tally: Tally) -> None:
+    name, way, mutator = _mutant(number, specimens)
+    outcome = apart(
+        look, root, mutator.files, way, specimens[name][0], mutator.is_signed, address_space=1 << 30
+    )
+    shutil.rmtree(root / "mem", ignore_errors=True)
+    extra = outcome.grown - 2 * sum(map(len, mutator.files.values()))
+    failure = outcome.failure or ("" if extra <= 64 * MB else f"took {extra >> 20} MB more")
+    tally.worst = max(tally.worst, extra)
+    tally.outcomes[outcome.value if not failure else "FAILED"] += 1
+    if failure:
+        tally.failures.append(f"mutant {number} ({name}, {way}, {mutator.done}): {failure}")
+
+
+def run(
+    count: int, seed: int, scratch: Scratch, *, together: int = 100, until: float = float("inf")
+) -> Tally:
+    """Open so many mutants; all failures are in the result.
+
+    Some `together` in one process; where anything is the matter with one of them, each of these
+    again in a process of its own.
+    """
+    specimens = {
+        name: [specimen(scratch.new() / "mem", one, config) for one in (1, 2)]
+        for name, config in SPECIMENS.items()
+    }
     tally = Tally()
-    root = scratch.new()
-    for number in range(seed, seed + count):
+    for first in range(seed, seed + count, together):
         if time.monotonic() > until:
             break
-        name = random.Random(number).choice(sorted(specimens))
-        commits, other = specimens[name]
-        mutator = Mutator(number, commits, other)
-        mutator.mutate()
-        way = WAYS[number % len(WAYS)]
+        root = scratch.new()
+        numbers = range(first, min(first + together, seed + count))
         outcome = apart(
-            look, root, mutator.files, way, commits, mutator.is_signed, address_space=1 << 30
+            _try, numbers, specimens, root, address_space=1 << 30, seconds=10 + together
         )
-        shutil.rmtree(root / "mem", ignore_errors=True)
-        extra = outcome.grown - 2 * sum(map(len, mutator.files.values()))
-        tally.worst = max(tally.worst, extra)
-        failure = outcome.failure or ("" if extra <= 64 * MB else f"took {extra >> 20} MB more")
-        tally.outcomes[outcome.value if not failure else "FAILED"] += 1
-        if failure:
-            tally.failures.append(f"mutant {number} ({name}, {way}, {mutator.done}): {failure}")
+        results = outcome.value or []
+        is_fine = len(results) == len(numbers) and all(
+            value != "FAILED" and grown <= 64 * MB and seconds < 10
+            for value, grown, seconds in results
+        )
+        if is_fine:
+            tally.outcomes.update(value for value, _, _ in results)
+            tally.worst = max(tally.worst, outcome.grown)
+        else:
+            for number in numbers:
+                shutil.rmtree(root)
+                root.mkdir()
+                _alone(number, specimens, root, tally)
+        shutil.rmtree(root)
     return tally
 
 

@@ -16,7 +16,7 @@ from hybridmem.testing import Faults, Recorder, Syscalls, crash_states, installe
 
 from .book import Book, State, read
 from .crashes import Scratch, describe, found_in
-from .faults import descriptors, kinds
+from .faults import held, kinds
 from .histories import CONFIG, FailedSync
 
 Make = Callable[[Any, Path], None]
@@ -104,7 +104,7 @@ def test_the_kth_call_fails(maker: str, kind: str, forever: bool, scratch: Scrat
     at = 0
     while True:
         root = scratch.new()
-        before = descriptors()
+        before = held()
         store, state = base(root)
         faults = Faults(at, kind, forever=forever)
         failed = False
@@ -126,7 +126,7 @@ def test_the_kth_call_fails(maker: str, kind: str, forever: bool, scratch: Scrat
         store.close()
         assert found_in(root / "mem", "r", [state]) is state, where
         shutil.rmtree(root)
-        assert descriptors() == before, f"{where}: descriptors are not given back"
+        assert held() == before, f"{where}: descriptors or mappings are left"
         if not faults.fired and len(faults.names) <= at:
             assert at > 10
             return

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import tracemalloc
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-import hybridmem
-from hybridmem.testing import Faults, installed
-
 from .crashes import Scratch
-from .faults import OPERATIONS, descriptors, kinds, sweep
-from .histories import CONFIG
+from .faults import OPENINGS, OPERATIONS, kinds, sweep, sweep_opening
 
 
 @pytest.fixture
@@ -29,27 +26,22 @@ def test_the_kth_call_fails(name: str, kind: str, forever: bool, scratch: Scratc
 
 
 @pytest.mark.parametrize(("kind", "forever"), list(kinds()))
-@pytest.mark.parametrize("mode", ["create", "r", "r+"])
-def test_opening_fails(mode: str, kind: str, forever: bool, tmp_path: Path) -> None:
-    if mode != "create":
-        hybridmem.create(tmp_path / "mem", **CONFIG).close()
-    before = descriptors()
-    for at in range(60):
-        path = tmp_path / f"new{at}" if mode == "create" else tmp_path / "mem"
-        faults = Faults(at, kind, forever=forever)
-        with installed(faults):
-            try:
-                if mode == "create":
-                    hybridmem.create(path, **CONFIG).close()
-                else:
-                    hybridmem.open(path, mode=mode).close()
-            except hybridmem.HybridMemError:
-                pass
-        assert descriptors() == before
-        if path.joinpath("index.json").exists():
-            hybridmem.open(path).close()
-        else:
-            hybridmem.create(path, **CONFIG).close()
-        if len(faults.names) <= at:
-            return
-    raise AssertionError("never came to an end")
+@pytest.mark.parametrize("name", OPENINGS)
+def test_opening_fails(name: str, kind: str, forever: bool, scratch: Scratch) -> None:
+    assert sweep_opening(name, kind, forever, scratch, step=3) > 4
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_what_fails_gives_its_memory_back(name: str, scratch: Scratch) -> None:
+    """Failing over and over takes no more memory than failing once."""
+    sweep(name, "ENOSPC", True, scratch, step=3)
+    tracemalloc.start()
+    try:
+        taken = []
+        for _ in range(3):
+            sweep(name, "ENOSPC", True, scratch, step=3)
+            gc.collect()
+            taken.append(tracemalloc.get_traced_memory()[0])
+    finally:
+        tracemalloc.stop()
+    assert taken[2] - taken[1] < 1 << 14, taken
