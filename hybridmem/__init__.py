@@ -21,6 +21,7 @@ from hybridmem.errors import (
     StoreNotFoundError,
     VersionError,
 )
+from hybridmem.memory import Memory
 from hybridmem.opening import create, open
 from hybridmem.results import Audit, Entry, Hit, Stats
 from hybridmem.store import Store
@@ -32,6 +33,7 @@ __all__ = [
     "Entry",
     "Hit",
     "HybridMemError",
+    "Memory",
     "ModelMismatchError",
     "ReadOnlyError",
     "SnapshotGoneError",

@@ -10,141 +10,46 @@ import numpy as np
 from hybridmem import _arrays, _audit
 from hybridmem._codec import Tensor
 from hybridmem._entries import Bytes, Rows
-from hybridmem._index import IndexView
-from hybridmem._ranking import Ranking, key_scores, spread
+from hybridmem._merging import Candidates, Place, choose
+from hybridmem._ranking import Ranking, Scores, said_by
 from hybridmem._reading import Floats, Reader
-from hybridmem.results import Audit, Hit, Hits
+from hybridmem.memory import Memory, Question
+from hybridmem.results import Audit, Hit
 
-__all__ = ["Finder"]
+__all__ = ["Finder", "Search", "answer"]
 
 Found = TypeVar("Found")
+_NOTHING = (np.empty(0, np.uint64), np.empty(0, np.uint32))
 
 
-class Finder(Reader):
+class Finder(Reader, Memory):
     """A reader that answers queries."""
 
-    def query(
-        self,
-        query: Any,
-        layer_idx: int,
-        top_k: int = 5,
-        *,
-        entry_ids: Any = None,
-        order: str | None = None,
-        rerank: str | None = None,
-        candidates: int | None = None,
-        rerank_query: Any = None,
-        n_heads: int | None = None,
-        max_run: int | None = None,
-        newest: int | None = None,
-        approximate: bool | None = None,
-    ) -> list[Hit]:
-        """Find the entries of a layer whose signatures are most similar to the query's.
+    def _hits_of(self, question: Question) -> list[list[Hit]]:
+        return self._answer(question, Finder._hit)
 
-        Parameters
-        ----------
-        query : array_like of float, shape (embed_dim,) or (n_tokens, embed_dim)
-            Several tokens are pooled to their mean; in a store with sub-signatures each is looked
-            for.
-        layer_idx : int
-        top_k : int, default 5
-        entry_ids : array_like of int, optional
-            Search only among these; ids that are not in the layer, or no longer, are passed over.
-        order : {"hamming", "norm"}, default "hamming"
-            What the signatures are ranked by. "norm" multiplies the cosine that the similarity
-            stands for by the norm of the entry's centred mean key, which ranks by the dot product;
-            it needs a calibrated layer and one signature an entry.
-        rerank : {"pooled", "tokens", "late"}, optional
-            Let the keys decide among the candidates: by the dot product of the means, by the share
-            of attention, or by late interaction.
-        candidates : int, optional
-            Entries that are looked at for `rerank`; 4 * top_k by default.
-        rerank_query : array_like, optional
-            The query in the space of the stored keys, where the entries were indexed by others.
-        n_heads : int, default 1
-            Heads that are scored separately by `rerank`.
-        max_run : int, optional
-            Most hits that were put one after the other in their layer.
-        newest : int, default 0
-            Entries put last that are in the result whatever their similarity.
-        approximate : bool, default False
-            Where a layer has 16,384 entries or more with sub-signatures, look for the last two
-            query tokens in all of them, for two more in the nearest sixth, and for the rest in
-            the nearest sixteenth only.
+    def _stored_of(self, question: Question) -> list[list[list[Tensor]]]:
+        return self._answer(question, Finder._checked_tensors)
 
-        Returns
-        -------
-        list of Hit
-            Best first, ties by smaller id; fewer than `top_k` where there are fewer.
+    def _answer(
+        self, question: Question, make: Callable[[Finder, int, float], Found]
+    ) -> list[list[Found]]:
+        search = Search(self, question)
+        search.run()
+        with self._lock:
+            return answer(question, [search], lambda _, row, score: make(self, row, score))
 
-        Raises
-        ------
-        TypeError, ValueError
-            If an argument is invalid.
-        SnapshotGoneError
-            If the writer has removed a shard of this reader's snapshot: `refresh` and ask again.
-        """
-        self._check_open()
-        rows = self._rows(query, "query")
-        exact = [None if rerank_query is None else self._rows(rerank_query, "rerank_query")]
-        return Hits(self._find(
-            [rows], layer_idx, top_k, entry_ids, exact, self._hit, order=order, rerank=rerank,
-            candidates=candidates, n_heads=n_heads, max_run=max_run, newest=newest,
-            approximate=approximate,
-        )[0])  # fmt: skip
+    def take_back(self, hits: Sequence[Hit]) -> None:
+        """Count the query no longer that gave these hits: they could not be used."""
+        with self._lock:
+            self._check_open()
+            self._count(-1, [hit.entry_id for hit in hits], by=-1)
 
-    def query_stored(
-        self, query: Any, layer_idx: int, top_k: int = 5, *, entry_ids: Any = None, **options: Any
-    ) -> list[list[Tensor]]:
-        """Answer as `query` does, with the tensors of each entry as they are stored.
-
-        For `hybridmem.attend`, which reads them where they lie.
-        """
-        self._check_open()
-        rows, given = self._rows(query, "query"), options.pop("rerank_query", None)
-        exact = [None if given is None else self._rows(given, "rerank_query")]
-        return self._find(
-            [rows], layer_idx, top_k, entry_ids, exact, self._checked_tensors, **options
-        )[0]
-
-    def query_many(
-        self,
-        queries: Any,
-        layer_idx: int,
-        top_k: int = 5,
-        *,
-        entry_ids: Any = None,
-        **options: Any,
-    ) -> list[list[Hit]]:
-        """Answer several queries of one layer in one pass over its signatures.
-
-        Parameters
-        ----------
-        queries : array_like of float, shape (m, embed_dim), or list of array_like
-            A matrix is m queries; a list holds one array, as for `query`, for each.
-        layer_idx, top_k, entry_ids
-            As for `query`.
-        **options
-            Options of `query` that hold for all queries; `rerank_query` is a list of one each.
-
-        Returns
-        -------
-        list of list of Hit
-            For each query what `query` returns.
-        """
-        self._check_open()
-        rows = self._several(queries)
-        exact: list[Floats | None] = [None] * len(rows)
-        if (given := options.pop("rerank_query", None)) is not None:
-            if np.ndim(given) == 0 and not isinstance(given, (list, tuple)):
-                raise TypeError(
-                    f"rerank_query: got {type(given).__name__}, want one array for each query"
-                )
-            if len(given) != len(rows):
-                raise ValueError(f"rerank_query: got {len(given)} for {len(rows)} queries")
-            exact = [self._rows(one, f"rerank_query {at}") for at, one in enumerate(given)]
-        found = self._find(rows, layer_idx, top_k, entry_ids, exact, self._hit, **options)
-        return [Hits(hits) for hits in found]
+    def _count(self, queries: int, found: Sequence[int], by: int = 1) -> None:
+        """Count queries, and the entries that they found."""
+        self._queries += queries
+        self._hits += by * len(found)
+        self._accessed(found, by)
 
     def audit(
         self,
@@ -262,113 +167,6 @@ class Finder(Reader):
             for row, signature in zip(part.tolist(), signatures, strict=True):
                 yield int(ids[row]), np.ascontiguousarray(keys_of(row)), signature
 
-    def _several(self, queries: Any) -> list[Floats]:
-        """Return the rows of each of several queries."""
-        if isinstance(queries, (list, tuple)):
-            return [self._rows(one, f"query {at}") for at, one in enumerate(queries)]
-        if _arrays.cache_tokens(queries, "queries", self.config.embed_dim) == 0:
-            return []
-        matrix = _arrays.matrix(queries, "queries", self.config.embed_dim)
-        return [row[None] for row in matrix]
-
-    def _rows(self, query: Any, name: str) -> Floats:
-        return _arrays.matrix(query, name, self.config.embed_dim, vector_ok=True)
-
-    def _find(
-        self,
-        queries: Sequence[Floats],
-        layer_idx: int,
-        top_k: int,
-        entry_ids: Any,
-        exact: Sequence[Floats | None],
-        make: Callable[[int, float], Found],
-        **options: Any,
-    ) -> list[list[Found]]:
-        """Search; what is returned for a row and its score is what `make` makes of them."""
-        layer = _arrays.layer_index(layer_idx)
-        k = _arrays.count(top_k, "top_k", 1)
-        among = None if entry_ids is None else _arrays.entry_ids(entry_ids)
-        ranking = Ranking.checked(k, self.config.embed_dim, **options)
-        signatures = self._signatures
-
-        def asked() -> tuple[IndexView, list[Bytes], int]:
-            self._check_open()
-            signatures.check_order(layer, ranking.order)
-            view = signatures.view(layer, self._table)
-            signed = [signatures.of_query(layer, rows) for rows in queries]
-            return view, signed, len(view) if ranking.scans_all else ranking.depth(k)
-
-        with self._lock:
-            (view, signed, depth), removals = asked(), signatures.removals
-        found = view.search(signed, depth, among, ranking.approximate) if depth else []
-        with self._lock:
-            self._check_open()
-            if removals != signatures.removals:
-                # An entry may have gone meanwhile, or all be others: ask again, undisturbed.
-                view, signed, depth = asked()
-                found = view.search(signed, depth, among, ranking.approximate) if depth else []
-            results: list[list[Found]] = []
-            accessed: list[int] = []
-            for at, (ids, distances) in enumerate(found):
-                if ranking.order == "norm":
-                    at_rows = np.searchsorted(self._table.column("entry_id"), ids)
-                    paddings = self._table.columns["padding"][at_rows]
-                    ids, distances = signatures.by_norm(ids, distances, paddings)
-                distance = dict(zip(ids.tolist(), distances.tolist(), strict=True))
-                chosen = list(distance)
-                if not ranking.is_plain:
-                    chosen = self._reranked(layer, chosen, queries[at], exact[at], k, ranking)
-                del chosen[k:]
-                score, tokens = signatures.spec.score, len(signed[at])
-                rows = [self._row(one) for one in chosen]
-                results.append(
-                    [
-                        make(row, score(distance[one], tokens))
-                        for row, one in zip(rows, chosen, strict=True)
-                    ]
-                )
-                accessed += chosen
-            self._queries += len(queries)
-            self._hits += len(accessed)
-            self._accessed(accessed)
-            return results or [[] for _ in queries]
-
-    def _take_back(self, hits: Sequence[Hit]) -> None:
-        """Count a query no longer whose hits could not be used."""
-        with self._lock:
-            self._queries -= 1
-            self._hits -= len(hits)
-            self._accessed([hit.entry_id for hit in hits], -1)
-
-    def _reranked(
-        self,
-        layer: int,
-        ids: list[int],
-        query: Floats,
-        exact: Floats | None,
-        top_k: int,
-        ranking: Ranking,
-    ) -> list[int]:
-        """Apply what follows the search by signatures to the ids it found."""
-        found = set(ids)
-        if ranking.rerank is not None and ids:
-            looked_at = ids[: ranking.depth(top_k)]
-            if exact is not None:
-                query = exact  # of another space than the layer's mean query, so not centred
-            elif ranking.rerank == "late":
-                query = self._signatures.centred_query(layer, query)
-            keys = [self._keys(self._row(entry_id)) for entry_id in looked_at]
-            scores = key_scores(ranking.rerank, query, keys, ranking.n_heads)
-            order = np.lexsort((np.array(looked_at, np.uint64), -scores))
-            ids = [looked_at[at] for at in order.tolist()]
-        if not ranking.max_run and not ranking.newest:
-            return ids
-        layer_ids = self._table.column("entry_id")[self._table.alive_rows(layer)]
-        newest = [one for one in reversed(layer_ids.tolist()) if one in found][: ranking.newest]
-        return spread(
-            ids, top_k, ranking, lambda one: int(np.searchsorted(layer_ids, np.uint64(one))), newest
-        )
-
     def _hit(self, row: int, score: float) -> Hit:
         return Hit(score=score, **self._fields(row))
 
@@ -379,3 +177,119 @@ class Finder(Reader):
         if wrong is not None:
             raise self._misfit(row, wrong)
         return tensors
+
+
+class Search:
+    """A question put to one store: `run` without its lock, all else under it."""
+
+    __slots__ = ("_depth", "_found", "_removals", "_signed", "_view", "finder", "question")
+
+    def __init__(self, finder: Finder, question: Question) -> None:
+        self.finder, self.question = finder, question
+        with finder._lock:
+            self._prepare()
+
+    def _prepare(self) -> None:
+        finder, ranking = self.finder, self.question.ranking
+        finder._check_open()
+        signatures, layer = finder._signatures, self.question.layer_idx
+        signatures.check_order(layer, ranking.order)
+        self._view = signatures.view(layer, finder._table)
+        self._signed = [signatures.of_query(layer, rows) for rows in self.question.queries]
+        self._depth = len(self._view) if ranking.scans_all else ranking.depth(self.question.top_k)
+        self._removals = signatures.removals
+
+    def run(self) -> None:
+        """Scan the signatures of the layer."""
+        among, approximate = self.question.entry_ids, self.question.ranking.approximate
+        self._found = (
+            self._view.search(self._signed, self._depth, among, approximate)
+            if self._depth
+            else [_NOTHING] * len(self._signed)
+        )
+
+    def settle(self) -> None:
+        """Ask again, undisturbed, if an entry went meanwhile, or all are others."""
+        self.finder._check_open()
+        if self._removals != self.finder._signatures.removals:
+            self._prepare()
+            self.run()
+
+    def candidates(self, at: int) -> Candidates:
+        """Return what was found for one of the queries."""
+        ids, distances = self._found[at]
+        finder, ranking = self.finder, self.question.ranking
+        estimates = positions = None
+        layer_entries = 0
+        if ranking.order == "norm":
+            rows = np.searchsorted(finder._table.column("entry_id"), ids)
+            paddings = finder._table.columns["padding"][rows]
+            ids, distances, estimates = finder._signatures.by_norm(ids, distances, paddings)
+        if ranking.max_run:
+            in_layer = finder._table.alive_rows(self.question.layer_idx)
+            layer_ids = finder._table.column("entry_id")[in_layer]
+            positions, layer_entries = np.searchsorted(layer_ids, ids), len(layer_ids)
+        return Candidates(ids, distances, estimates, positions, layer_entries)
+
+    def said(self, at: int, entry_ids: Sequence[int]) -> Scores:
+        """Return what the keys of entries say to one of the queries, shape (n, heads, m)."""
+        finder, ranking = self.finder, self.question.ranking
+        assert ranking.rerank is not None
+        query = self.question.exact[at]
+        if query is None:  # else of another space than the layer's mean query, so not centred
+            query = self.question.queries[at]
+            if ranking.rerank == "late":
+                query = finder._signatures.centred_query(self.question.layer_idx, query)
+        keys = [finder._keys(finder._row(entry_id)) for entry_id in entry_ids]
+        return said_by(keys, ranking.rerank, query, ranking.n_heads)
+
+    def score(self, at: int, distance: int) -> float:
+        """Return the score that a distance from one of the queries stands for."""
+        score: float = self.finder._signatures.spec.score(distance, len(self._signed[at]))
+        return score
+
+
+def answer(
+    question: Question,
+    searches: Sequence[Search],
+    make: Callable[[int, int, float], Found],
+    most: Sequence[int | None] | None = None,
+) -> list[list[Found]]:
+    """Answer a question by searches of one or several stores, whose locks are held.
+
+    Parameters
+    ----------
+    make : callable
+        Makes what is returned of the number of a store, a row of its records, and its score.
+    most : sequence of (int or None), optional
+        Most hits of each store.
+    """
+    for search in searches:
+        search.settle()
+    results: list[list[Found]] = []
+    accessed: list[list[int]] = [[] for _ in searches]
+    for at in range(len(question.queries)):
+        found = [search.candidates(at) for search in searches]
+
+        def said(places: Sequence[Place]) -> Scores:
+            """Ask each store for its entries, and put what they say in the order of the places."""
+            parts: dict[Place, Scores] = {}
+            for number, search in enumerate(searches):
+                mine = [place for place in places if place[0] == number]
+                if mine:
+                    ids = found[number].ids  # noqa: B023 (called before the next turn)
+                    each = search.said(at, [int(ids[one]) for _, one in mine])  # noqa: B023
+                    parts.update(zip(mine, each, strict=True))
+            return np.stack([parts[place] for place in places])
+
+        hits: list[Found] = []
+        for number, one in choose(found, question.top_k, question.ranking, said, most):
+            search, (ids, distances, *_) = searches[number], found[number]
+            entry_id = ids.item(one)
+            score = search.score(at, distances.item(one))
+            hits.append(make(number, search.finder._row(entry_id), score))
+            accessed[number].append(entry_id)
+        results.append(hits)
+    for search, counted in zip(searches, accessed, strict=True):
+        search.finder._count(len(question.queries), counted)
+    return results

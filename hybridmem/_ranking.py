@@ -1,10 +1,10 @@
-"""What may follow the search by signatures: a second stage on keys, diversity, recency."""
+"""The options of a query, and the second stage: what the keys of entries say."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from hybridmem import _arrays
 
-__all__ = ["RERANKS", "Ranking", "combined", "evidence", "key_scores", "spread"]
+__all__ = ["RERANKS", "Ranking", "Scores", "combined", "evidence", "said_by"]
 
 Floats = npt.NDArray[np.float32]
 Scores = npt.NDArray[np.float64]
@@ -56,10 +56,11 @@ class Ranking:
     @classmethod
     def checked(cls, top_k: int, embed_dim: int, **options: Any) -> Ranking:
         """Validate what a caller gave; None stands for the default."""
-        names = {field.name for field in dataclasses.fields(cls)}
-        if unknown := sorted(options.keys() - names):
-            raise TypeError(f"query: got the options {unknown}, want some of {sorted(names)}")
+        if unknown := sorted(options.keys() - _NAMES):
+            raise TypeError(f"query: got the options {unknown}, want some of {sorted(_NAMES)}")
         given = {name: value for name, value in options.items() if value is not None}
+        if not given:
+            return _PLAIN
         order = given.get("order", "hamming")
         if order not in _ORDERS:
             raise ValueError(f"order: got {order!r:.60}, want one of {_ORDERS}")
@@ -99,27 +100,31 @@ class Ranking:
         return max(top_k, self.candidates or _CANDIDATES * top_k)
 
 
-def key_scores(rerank: str, query: Floats, keys: Sequence[Floats], n_heads: int) -> Scores:
-    """Score entries by their keys.
+_NAMES = frozenset(field.name for field in dataclasses.fields(Ranking))
+_PLAIN = Ranking()
+
+
+def said_by(keys: Sequence[Floats], rerank: str, query: Floats, n_heads: int) -> Scores:
+    """Return what the keys of entries say to a query, from which `combined` makes their scores.
 
     Parameters
     ----------
+    keys : sequence of float32 arrays, shape (n_i, embed_dim)
     rerank : {"pooled", "tokens", "late"}
         "pooled": dot product of the mean query with the mean key. "tokens": share of the softmax
         attention that goes to the entry's tokens, among all candidates, mean over query tokens and
         heads. "late": mean over query tokens and heads of the largest dot product with one of the
         entry's tokens (late interaction: O. Khattab, M. Zaharia, "ColBERT", SIGIR 2020).
     query : float32 array, shape (m, embed_dim)
-    keys : sequence of float32 arrays, shape (n_i, embed_dim)
     n_heads : int
 
     Returns
     -------
-    float64 array, one score each
+    float64 array, shape (n, heads, m)
     """
     if rerank == "pooled":
         query = query.mean(axis=0, keepdims=True, dtype=np.float64)
-    return combined(rerank, np.stack([evidence(rerank, query, key, n_heads) for key in keys]))
+    return np.stack([evidence(rerank, query, key, n_heads) for key in keys])
 
 
 def evidence(rerank: str, query: npt.NDArray[Any], keys: Floats, n_heads: int) -> Scores:
@@ -160,55 +165,3 @@ def _log_sum_exp(logits: Floats | Scores) -> Scores:
     top = wide.max(axis=1, keepdims=True)
     sums: Scores = np.exp(wide - top).sum(axis=1, keepdims=True)
     return np.asarray((top + np.log(sums))[:, 0])
-
-
-def spread(
-    ranked: Sequence[int],
-    top_k: int,
-    ranking: Ranking,
-    position: Callable[[int], int],
-    newest: Sequence[int],
-) -> list[int]:
-    """Choose `top_k` of the ranked entries: no run of neighbours too long, the newest in.
-
-    Parameters
-    ----------
-    ranked : sequence of int
-        Entry ids, best first.
-    position : callable
-        The place of an entry in the order of its layer.
-    newest : sequence of int
-        Entry ids that are always chosen.
-    """
-    fixed = set(newest[:top_k])
-    chosen: list[int] = []
-    places: set[int] = {position(entry_id) for entry_id in fixed} if ranking.max_run else set()
-    room = top_k - len(fixed)
-    for entry_id in ranked:
-        if len(chosen) == top_k:
-            break
-        if entry_id in fixed:
-            chosen.append(entry_id)
-            continue
-        if room == 0:
-            continue
-        if ranking.max_run:
-            at = position(entry_id)
-            if _run_length(places, at) > ranking.max_run:
-                continue
-            places.add(at)
-        chosen.append(entry_id)
-        room -= 1
-    # A second stage may have left some of the newest out of what is ranked.
-    return chosen + [entry_id for entry_id in newest[:top_k] if entry_id not in chosen]
-
-
-def _run_length(places: set[int], at: int) -> int:
-    """Return the length of the run of chosen places that `at` would be part of."""
-    low = at
-    while low - 1 in places:
-        low -= 1
-    high = at
-    while high + 1 in places:
-        high += 1
-    return high - low + 1

@@ -7,7 +7,7 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, ClassVar, NoReturn, TypeVar
 
@@ -113,6 +113,17 @@ class Reader:
             if (wrong := _source.fault(parts)) is not None:
                 raise self._misfit(row, wrong)
         return _source.value_of(parts)
+
+    def timestamps(self, entry_ids: Iterable[int]) -> list[int]:
+        """Return the time of the put of each entry, 0 for those that are not there, or no longer.
+
+        So one call tells which entries are left, and whether they are those that were meant.
+        """
+        with self._lock:
+            self._check_open()
+            rows = [self._table.find(one) for one in entry_ids]
+            stamps = self._table.columns["timestamp"]
+            return [0 if row is None else stamps.item(row) for row in rows]
 
     def _row(self, entry_id: int) -> int:
         row = self._table.find(entry_id)

@@ -127,8 +127,8 @@ class Signatures:
         ids: npt.NDArray[np.uint64],
         distances: npt.NDArray[np.uint32],
         paddings: npt.NDArray[np.uint32],
-    ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint32]]:
-        """Order entries by the norm of their centred mean key times a cosine.
+    ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint32], npt.NDArray[np.float64]]:
+        """Order entries by the norm of their centred mean key times a cosine, returned with them.
 
         It is the cosine that the distance stands for: sign bits of a random projection differ with
         probability angle / pi (M. Charikar, STOC 2002). The paddings hold the norms.
@@ -136,7 +136,7 @@ class Signatures:
         norms = np.nan_to_num(paddings.view(np.float32).astype(np.float64))
         estimates = norms * np.cos(np.pi * distances / self.spec.bits)
         order = np.lexsort((ids, -estimates))
-        return ids[order], distances[order]
+        return ids[order], distances[order], estimates[order]
 
     def view(self, layer: int, table: EntryTable) -> IndexView:
         """Return the live entries of a layer, to be searched without the store's lock."""

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from hybridmem import _arrays
 from hybridmem._codec import Attention, Codec
-from hybridmem.store import Store
+from hybridmem.memory import Memory
 
 __all__ = ["attend", "augmented_kv", "merge_attention"]
 
@@ -18,7 +18,7 @@ Floats = npt.NDArray[np.float32]
 
 
 def augmented_kv(
-    query: Any, cache_k: Any, cache_v: Any, store: Store, layer_idx: int, top_k: int = 5
+    query: Any, cache_k: Any, cache_v: Any, store: Memory, layer_idx: int, top_k: int = 5
 ) -> tuple[Any, Any]:
     """Return keys and values to attend to: the entries found, oldest first, then the cache.
 
@@ -27,7 +27,8 @@ def augmented_kv(
     query : array_like of float, shape (embed_dim,) or (n_tokens, embed_dim)
     cache_k, cache_v : array or torch tensor of float, shape (n_cache, embed_dim)
         Leading axes of length 1 are kept.
-    store : Store
+    store : Memory
+        A store, or several that are layered.
     layer_idx : int
     top_k : int, default 5
 
@@ -58,13 +59,13 @@ def augmented_kv(
             _arrays.concatenate_like([hit.values for hit in hits], cache_v, name="cache_v"),
         )
     except ValueError:  # NaN in the cache, or too narrow a type: seen on the way
-        store._take_back(hits)
+        store.take_back(hits)
         raise
 
 
 def attend(
     query: Any,
-    store: Store,
+    store: Memory,
     layer_idx: int,
     top_k: int = 5,
     *,
@@ -83,7 +84,8 @@ def attend(
     Parameters
     ----------
     query : array_like of float, shape (n_heads * head_dim,) or (m, n_heads * head_dim)
-    store : Store
+    store : Memory
+        A store, or several that are layered.
     layer_idx : int
     top_k : int, default 5
     n_heads : int, default 1
@@ -94,10 +96,10 @@ def attend(
     scale : float, optional
         Of the products; 1 / sqrt(head_dim) by default.
     search_query : array_like, optional
-        What to search by, as for `Store.query`; by default the query, summed over the heads of each
-        group.
+        What to search by, as for `Memory.query`; by default the query, summed over the heads of
+        each group.
     entry_ids, **options
-        As for `Store.query`.
+        As for `Memory.query`.
 
     Returns
     -------
@@ -148,7 +150,7 @@ def attend(
 
 
 def _check_store(store: object) -> None:
-    if not isinstance(store, Store):
+    if not isinstance(store, Memory):
         raise TypeError(f"store: got {type(store).__name__}, want an open hybridmem.Store")
 
 

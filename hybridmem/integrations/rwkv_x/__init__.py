@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hybridmem.integrations.rwkv_x._memory import RwkvMemory
-    from hybridmem.store import Store
+    from hybridmem.memory import Memory
 
 __all__ = ["attach"]
 
 
 def attach(
     model: Any,
-    store: Store | str | os.PathLike[str],
+    store: Memory | str | os.PathLike[str],
     *,
     top_k: int = 8,
     chunk_tokens: int = 64,
@@ -41,9 +41,9 @@ def attach(
     ----------
     model : rwkv_x.model.RWKV_X or rwkv_x.model_old.RWKV_X
         As loaded; only this instance is changed.
-    store : Store or path
-        An open store, or the directory of one, which is opened, or made where there is none, and
-        closed by `detach`.
+    store : Memory or path
+        An open store, several that are layered, or the directory of one, which is opened, or made
+        where there is none, and closed by `detach`.
     top_k : int
         Entries of each attention layer that a search gives.
     chunk_tokens : int

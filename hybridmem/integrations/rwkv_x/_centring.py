@@ -7,16 +7,16 @@ import threading
 import numpy as np
 from torch import Tensor
 
-from hybridmem.store import Store
+from hybridmem.memory import Memory
 
 #: A layer with more entries than this is not centred any more: all their signatures would change.
 _MOST_ENTRIES = 64
 
 
 class Centring:
-    """Means of the first tokens of each layer, handed to `Store.calibrate` once. Thread-safe."""
+    """Means of the first tokens of each layer, handed to `Memory.calibrate` once. Thread-safe."""
 
-    def __init__(self, store: Store, layers: int, tokens: int) -> None:
+    def __init__(self, store: Memory, layers: int, tokens: int) -> None:
         self._store = store
         self._tokens = tokens
         entries = store.stats().entries_by_layer

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from hybridmem.memory import Memory
 from hybridmem.results import Entry, Hit
-from hybridmem.store import Store
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 Key = tuple[int, tuple[int, ...], int]
@@ -59,7 +59,7 @@ class FoundRows:
     Rows of a float32 store are views of its mapped files, and stay where they are.
     """
 
-    def __init__(self, store: Store, limit: int) -> None:
+    def __init__(self, store: Memory, limit: int) -> None:
         self._store = store
         self._limit = limit
         self._bytes = 0

@@ -17,7 +17,7 @@ from hybridmem.integrations.rwkv_x import _hooks, _hooks_old, _snapshot
 from hybridmem.integrations.rwkv_x._conversation import STATE_KEY, Conversation
 from hybridmem.integrations.rwkv_x._fingerprint import model_id as fingerprint
 from hybridmem.integrations.rwkv_x._tier import Tier
-from hybridmem.store import Store
+from hybridmem.memory import Memory
 
 StrPath = str | os.PathLike[str]
 _KV_DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -34,7 +34,7 @@ class RwkvMemory:
 
     Attributes
     ----------
-    store : Store
+    store : Memory
     model_id : str
         Fingerprint of the model's weights.
     """
@@ -42,7 +42,7 @@ class RwkvMemory:
     def __init__(
         self,
         model: Any,
-        store: Store | StrPath,
+        store: Memory | StrPath,
         *,
         top_k: int,
         chunk_tokens: int,
@@ -73,11 +73,11 @@ class RwkvMemory:
         self._device = model.rwkv.z["emb.weight"].device
         self.model_id = fingerprint(model)
         self._force = force
-        self._own_store = not isinstance(store, Store)
-        if isinstance(store, Store):
+        self._own_store = not isinstance(store, Memory)
+        if isinstance(store, Memory):
             if config:
                 raise TypeError(f"an open store has its configuration: got {sorted(config)}")
-            self.store = store
+            self.store: Memory = store
             self._check_store(model.config.n_embd)
         else:
             self.store = self._open(model, store, chunk_tokens, config)
@@ -104,7 +104,7 @@ class RwkvMemory:
 
     # -- attaching --------------------------------------------------------------------------------
 
-    def _open(self, model: Any, path: StrPath, chunk_tokens: int, config: dict[str, Any]) -> Store:
+    def _open(self, model: Any, path: StrPath, chunk_tokens: int, config: dict[str, Any]) -> Memory:
         """Open the store of this model, or make it."""
         width = model.config.n_embd
         if (Path(path) / "index.json").exists():
@@ -133,10 +133,10 @@ class RwkvMemory:
     def _check_store(self, width: int) -> None:
         config = self.store.config
         if config.embed_dim != width:
-            raise ModelMismatchError(_width_message(self.store.path, config.embed_dim, width))
+            raise ModelMismatchError(_width_message(repr(self.store), config.embed_dim, width))
         if not self._force and config.model_id not in (None, self.model_id):
             raise ModelMismatchError(
-                f"{self.store.path} holds keys and values of the model {config.model_id!r}, not of "
+                f"{self.store!r} holds keys and values of the model {config.model_id!r}, not of "
                 f"{self.model_id!r}; force=True takes it all the same"
             )
 

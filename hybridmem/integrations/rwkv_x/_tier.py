@@ -20,7 +20,7 @@ from hybridmem.integrations.rwkv_x._found import Found, FoundRows
 from hybridmem.results import Entry, Hit
 
 if TYPE_CHECKING:
-    from hybridmem.store import Store
+    from hybridmem.memory import Memory
 
 #: Bytes of found rows that are kept at hand between searches, over all layers and conversations.
 _AT_HAND_BYTES = 256 << 20
@@ -40,7 +40,7 @@ class Tier:
 
     def __init__(
         self,
-        store: Store,
+        store: Memory,
         *,
         layers: int,
         top_k: int,
@@ -89,19 +89,15 @@ class Tier:
         """
         if held.store_id != self._store_id:
             raise ValueError(
-                f"state remembers entries of another store than {self.store.path}: "
+                f"state remembers entries of another store than {self.store!r}: "
                 "attach the store that it was made with"
             )
         if held.newest in self._checked:
             return
-        records = self.store.entries
-        _, ours, theirs = np.intersect1d(
-            held.entries.numpy().astype(np.uint64), records["entry_id"], return_indices=True
-        )
-        stamps = held.stamps.numpy().astype(np.uint64)
-        if (stamps[ours] != records["timestamp"][theirs]).any():
+        stamps = np.array(self.store.timestamps(held.entries.tolist()), np.int64)
+        if ((stamps != held.stamps.numpy()) & (stamps != 0)).any():
             raise ValueError(
-                f"state remembers entries that {self.store.path} lost before they were flushed: "
+                f"state remembers entries that {self.store!r} lost before they were flushed: "
                 "keep states with memory.save, which flushes the store first"
             )
         self._checked.add(held.newest)
@@ -222,12 +218,7 @@ class Tier:
             layer,
             [_importance(waiting.meta[at : at + self._chunk, 1], usual) for at in cuts],
         )
-        stamps = []
-        for entry_id in ids:
-            try:
-                stamps.append(self.store.get(entry_id).timestamp)
-            except KeyError:  # a limit of the store took it at once
-                stamps.append(0)
+        stamps = self.store.timestamps(ids)  # 0 where a limit of the store took it at once
         newest = (ids[-1], stamps[-1])
         self._checked.add(newest)
         return held.replace(

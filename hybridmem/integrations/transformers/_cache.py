@@ -50,9 +50,9 @@ class HybridCache(Cache):
     ----------
     config : transformers.PreTrainedConfig
         The model's configuration.
-    store_or_path : hybridmem.Store or path
-        An open store, or the directory of one, which is made if there is none. A store that the
-        cache opened is closed by `close`.
+    store_or_path : hybridmem.Memory or path
+        An open store, several that are layered, or the directory of one, which is made if there is
+        none. A store that the cache opened is closed by `close`.
     window : int, default 1024
         Tokens that stay in memory at least; up to `chunk_tokens - 1` more wait to fill a chunk.
     top_k : int, default 8
@@ -94,7 +94,7 @@ class HybridCache(Cache):
     def __init__(
         self,
         config: Any,
-        store_or_path: hybridmem.Store | os.PathLike[str] | str,
+        store_or_path: hybridmem.Memory | os.PathLike[str] | str,
         *,
         window: int = 1024,
         top_k: int = 8,
@@ -135,8 +135,8 @@ class HybridCache(Cache):
         super().__init__(layers=self._layers(config))
         self.weights = 0  # fingerprint, once a model runs
         self.closed = False
-        self._owns_store = not isinstance(store_or_path, hybridmem.Store)
-        self.store: hybridmem.Store = self._opened(config, store_or_path, limits or {})
+        self._owns_store = not isinstance(store_or_path, hybridmem.Memory)
+        self.store: hybridmem.Memory = self._opened(config, store_or_path, limits or {})
         try:
             self._check_store(config)
             self._check_rope()
@@ -166,10 +166,10 @@ class HybridCache(Cache):
     def _opened(
         self,
         config: Any,
-        store_or_path: hybridmem.Store | os.PathLike[str] | str,
+        store_or_path: hybridmem.Memory | os.PathLike[str] | str,
         limits: Mapping[str, Any],
-    ) -> hybridmem.Store:
-        if isinstance(store_or_path, hybridmem.Store):
+    ) -> hybridmem.Memory:
+        if isinstance(store_or_path, hybridmem.Memory):
             if store_or_path.mode != "r+":
                 raise ReadOnlyError(
                     'HybridCache stores what leaves its window: open the store with mode="r+"'
@@ -311,7 +311,7 @@ class HybridCache(Cache):
     def load(
         cls,
         config: Any,
-        store_or_path: hybridmem.Store | os.PathLike[str] | str,
+        store_or_path: hybridmem.Memory | os.PathLike[str] | str,
         path: os.PathLike[str] | str,
         *,
         device: Any = "cpu",
@@ -397,8 +397,8 @@ def _branched(layer: HybridLayer, cache: HybridCache) -> HybridLayer:
     return new
 
 
-def _other_model(store: hybridmem.Store, what: str) -> str:
-    return f"{store.path} holds keys of other {what} than this model's; use another directory"
+def _other_model(store: hybridmem.Memory, what: str) -> str:
+    return f"{store!r} holds keys of other {what} than this model's; use another directory"
 
 
 def _model_id(config: Any) -> str:

@@ -100,7 +100,7 @@ def read_state(cache: HybridCache, path: os.PathLike[str] | str, device: Any = "
         raise ModelMismatchError(f"{path} was saved with another model: {told['model_id']!r}")
     if told["store_id"] != cache.store.store_id:
         raise ModelMismatchError(
-            f"{path} belongs to another store than {cache.store.path}: ids of entries are unique "
+            f"{path} belongs to another store than {cache.store!r}: ids of entries are unique "
             "in one store only; open the store that it was saved beside"
         )
     with safe_open(path, framework="pt", device=str(device)) as file:
