@@ -9,6 +9,7 @@ from hybridmem.attention import attend, augmented_kv, merge_attention
 from hybridmem.config import Config
 from hybridmem.errors import (
     CorruptStoreError,
+    EntryNotFoundError,
     HybridMemError,
     ModelMismatchError,
     ReadOnlyError,
@@ -31,6 +32,7 @@ __all__ = [
     "Config",
     "CorruptStoreError",
     "Entry",
+    "EntryNotFoundError",
     "Hit",
     "HybridMemError",
     "Memory",

@@ -190,11 +190,8 @@ def _is_real(v: Any) -> bool:
 
 
 def entry_id(value: Any) -> int:
-    """Return an id that is asked for; any integer may be, and is in no store if it is negative."""
-    try:
-        return count(value, "entry_id", 0)
-    except ValueError:
-        raise KeyError(value) from None
+    """Return an id that is asked for; any integer may be, and most are in no store."""
+    return _integer(value, "entry_id", "an integer")
 
 
 def entry_ids(ids: Any) -> npt.NDArray[np.uint64]:

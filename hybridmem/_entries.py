@@ -111,7 +111,7 @@ class EntryTable:
                 raise CorruptStoreError(
                     f"{path} does not match its checksums in records {first} to {last}; "
                     "`hybridmem verify` lists every fault, "
-                    "open(..., salvage=True) keeps what verifies",
+                    "`hybridmem salvage` keeps what verifies",
                     path=path,
                     offset=first * width,
                     records=(first, last),

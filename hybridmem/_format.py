@@ -6,6 +6,7 @@ format or raises `ValueError` saying which rule is broken; callers add the file'
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
@@ -79,6 +80,7 @@ _COLUMN = {
 # -- entries.bin ----------------------------------------------------------------------------------
 
 
+@functools.lru_cache(maxsize=16)
 def record_dtype(hdc_dim: int) -> np.dtype[np.void]:
     """Return the packed little-endian dtype of a record with a signature of `hdc_dim` bits."""
     return np.dtype(

@@ -23,7 +23,7 @@ from hybridmem._format import KEY_SUFFIXES, PARTS, SOURCE, SUFFIXES
 from hybridmem._manifest import Manifest
 from hybridmem._shards import ShardPool
 from hybridmem._signatures import Signatures
-from hybridmem.errors import CorruptStoreError, StoreClosedError
+from hybridmem.errors import CorruptStoreError, EntryNotFoundError, StoreClosedError
 from hybridmem.results import Entry, Stats
 
 __all__ = ["Reader"]
@@ -83,8 +83,8 @@ class Reader:
 
         Raises
         ------
-        KeyError
-            If there is no such entry, or no longer.
+        EntryNotFoundError
+            If there is no such entry, or no longer; it is a KeyError too.
         """
         with self._lock:
             self._check_open()
@@ -103,8 +103,8 @@ class Reader:
 
         Raises
         ------
-        KeyError
-            If there is no such entry, or no longer.
+        EntryNotFoundError
+            If there is no such entry, or no longer; it is a KeyError too.
         """
         with self._lock:
             self._check_open()
@@ -128,7 +128,10 @@ class Reader:
     def _row(self, entry_id: int) -> int:
         row = self._table.find(entry_id)
         if row is None:
-            raise KeyError(entry_id)
+            raise EntryNotFoundError(
+                f"{self.path} has no entry {entry_id}: it was deleted, evicted or never put; "
+                "iterate over the store for the ids there are"
+            )
         return row
 
     def _fields(self, row: int) -> dict[str, Any]:
@@ -140,10 +143,10 @@ class Reader:
             fields["keys"], fields["values"] = self._codec.decode(
                 tensors, fields["n_tokens"], self.config.embed_dim
             )
-            if len(parts) > len(tensors):
-                fields["source_json"] = _source.text_of(parts)
         except ValueError as error:
             raise self._misfit(row, str(error)) from None
+        if len(parts) > len(tensors):
+            fields["escaped_source"] = _source.escaped(parts)
         return fields
 
     def _keys(self, row: int) -> Floats:
@@ -184,7 +187,7 @@ class Reader:
             self._check_open()
             try:
                 return self._table.find(_arrays.entry_id(entry_id)) is not None
-            except (KeyError, TypeError):
+            except TypeError:
                 return False
 
     def __iter__(self) -> Iterator[int]:

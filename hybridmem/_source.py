@@ -11,7 +11,7 @@ import numpy as np
 from hybridmem._codec import Tensor
 from hybridmem._format import SOURCE
 
-__all__ = ["MAX_SOURCE_BYTES", "encode", "fault", "stored", "text_of", "value_of"]
+__all__ = ["MAX_SOURCE_BYTES", "encode", "escaped", "fault", "stored", "text_of", "value_of"]
 
 #: What the source of one entry may take in a header, so that a shard has room for many.
 MAX_SOURCE_BYTES = 1 << 16
@@ -57,13 +57,18 @@ def _listed(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} is not")
 
 
+def escaped(parts: Sequence[Tensor]) -> bytes | None:
+    """Return the source among the parts of an entry as it stands between two quotes, or None."""
+    return next((part.data.tobytes() for part in parts if part.suffix == SOURCE), None)
+
+
 def text_of(parts: Sequence[Tensor]) -> str | None:
     """Return the JSON text of the source among the parts of an entry, None without one."""
-    for part in parts:
-        if part.suffix == SOURCE:
-            text: str = json.loads(b'"' + part.data.tobytes() + b'"')
-            return text
-    return None
+    data = escaped(parts)
+    if data is None:
+        return None
+    text: str = json.loads(b'"%s"' % data)
+    return text
 
 
 def value_of(parts: Sequence[Tensor]) -> Any:

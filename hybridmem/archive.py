@@ -148,6 +148,10 @@ def import_store(file: StrPath, store_dir: StrPath, *, progress: Progress | None
             source = _ExportFile(directory, path.name)
         except FileNotFoundError:
             raise StoreNotFoundError(f"there is no file {path}") from None
+        except CorruptStoreError:
+            if path.is_dir():
+                raise StoreNotFoundError(f"{path} is a directory, not an export file") from None
+            raise
         try:
             with new_directory(path_of(store_dir, "store_dir")) as target:
                 manifest = source.manifest
@@ -301,7 +305,9 @@ class _ExportFile:
         length = self._bytes(0, 8).tobytes()
         n_head = int.from_bytes(length, "little")
         if n_head > min(_MAX_HEADER_BYTES, self._size - 8):
-            raise self._corrupt(f"its header claims {n_head} bytes")
+            raise self._corrupt(
+                f"its header claims {n_head} bytes: it is damaged, or no safetensors file"
+            )
         return length + self._bytes(8, n_head).tobytes()
 
     def _check_kind(self, metadata: dict[str, Any], head: bytes) -> None:

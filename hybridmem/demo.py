@@ -325,6 +325,8 @@ def run(directory: str | Path | None = None, *, top_k: int = 5) -> dict[str, Any
             return run(temporary, top_k=top_k)
     sample = load()
     root = Path(directory)
+    if (root / "index.json").exists():
+        raise hybridmem.StoreExistsError(f"{root} holds a store; give another directory")
     root.mkdir(parents=True, exist_ok=True)
     stores = [
         fill(root / f"{index}-{stored.lower()}", index, stored, sample)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 __all__ = [
     "CorruptStoreError",
+    "EntryNotFoundError",
     "HybridMemError",
     "ModelMismatchError",
     "ReadOnlyError",
@@ -30,6 +31,14 @@ class StoreNotFoundError(HybridMemError, FileNotFoundError):
     """There is no store in the directory: it has no index.json."""
 
     # FileNotFoundError would turn several arguments into errno and file name.
+    def __str__(self) -> str:
+        return Exception.__str__(self)
+
+
+class EntryNotFoundError(HybridMemError, KeyError):
+    """There is no entry of that id, or no longer."""
+
+    # KeyError would show the message in quotes.
     def __str__(self) -> str:
         return Exception.__str__(self)
 

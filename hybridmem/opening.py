@@ -129,15 +129,8 @@ def open(
         if value is not None
     }
     Config(embed_dim=1, **limits)  # refuses a bad limit before anything is opened
-    path = path_of(store_dir, "store_dir")
-    try:
-        directory = Directory(path)
-    except FileNotFoundError:
-        raise StoreNotFoundError(f"no store in {path}: there is no such directory") from None
-    except NotADirectoryError:
-        raise StoreNotFoundError(f"no store in {path}: it is a file and no directory") from None
-    except OSError as error:
-        raise StoreIOError(f"failed opening {path}: {error}") from error
+    directory = directory_of(store_dir)
+    path = directory.path
     try:
         if mode == "r+":
             if INDEX_NAME not in directory.names():
@@ -161,6 +154,19 @@ def open(
         raise
 
 
+def directory_of(store_dir: StrPath) -> Directory:
+    """Return the directory of a store that is to be there."""
+    path = path_of(store_dir, "store_dir")
+    try:
+        return Directory(path)
+    except FileNotFoundError:
+        raise StoreNotFoundError(f"no store in {path}: there is no such directory") from None
+    except NotADirectoryError:
+        raise StoreNotFoundError(f"no store in {path}: it is a file and no directory") from None
+    except OSError as error:
+        raise StoreIOError(f"failed opening {path}: {error}") from error
+
+
 def _salvaged(directory: Directory, mode: str, io: str) -> _snapshot.Loaded:
     """Return what verifies of a store, committed first where it is opened for writing."""
     examined = examine(directory)
@@ -178,8 +184,7 @@ def _check_vacant(directory: Directory) -> None:
     names = directory.names()
     if INDEX_NAME in names:
         raise StoreExistsError(
-            f"{directory.path} holds a store; open it with hybridmem.open, or give another "
-            "directory"
+            f"{directory.path} holds a store: open that one, or give another directory"
         )
     # What a `create` that died has left is no store yet.
     started = {ENTRIES_NAME, LOCK_NAME, RESERVE_NAME}

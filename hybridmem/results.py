@@ -33,9 +33,9 @@ class _Stored:
     keys, values : float32 arrays, shape (n_tokens, embed_dim)
         Read-only. They stay valid and unchanged for as long as they are held, through eviction,
         compaction and close. In a float32 store they are views of the mapped shard.
-    source_json : str or None
-        Where the entry comes from, as JSON text; None where `put` was not told. `source` has it
-        parsed.
+    escaped_source : bytes or None
+        Where the entry comes from, as its shard has it; None where `put` was not told. `source`
+        has it parsed, `source_json` as JSON text; both are made when they are asked for.
     """
 
     entry_id: int
@@ -46,15 +46,22 @@ class _Stored:
     access_count: int
     keys: npt.NDArray[np.float32] = dataclasses.field(repr=False)
     values: npt.NDArray[np.float32] = dataclasses.field(repr=False)
-    source_json: str | None = dataclasses.field(default=None, repr=False)
+    escaped_source: bytes | None = dataclasses.field(default=None, repr=False)
+
+    @property
+    def source_json(self) -> str | None:
+        """What `put` was given as `source`, as JSON text."""
+        if self.escaped_source is None:
+            return None
+        text: str = json.loads(b'"%s"' % self.escaped_source)
+        return text
 
     @property
     def source(self) -> Any:
         """What `put` was given as `source`, as JSON gives it back: tuples are lists."""
-        if self.source_json is None:
-            return None
         try:
-            return json.loads(self.source_json)
+            text = self.source_json
+            return None if text is None else json.loads(text)
         except (ValueError, RecursionError) as error:
             raise CorruptStoreError(
                 f"the source of entry {self.entry_id} is not JSON: {error}"

@@ -260,8 +260,8 @@ class Store(Finder):
 
         Raises
         ------
-        KeyError
-            If there is no such entry, or no longer.
+        EntryNotFoundError
+            If there is no such entry, or no longer; it is a KeyError too.
         """
         with self._lock:
             writer = self._writing()

@@ -12,10 +12,9 @@ from hybridmem import opening
 from hybridmem._adopting import adopt
 from hybridmem._codec import Tensor
 from hybridmem._examine import Examined, examine
-from hybridmem._fileio import Directory, path_of
+from hybridmem._fileio import Directory
 from hybridmem._format import PARTS
 from hybridmem.config import Config
-from hybridmem.errors import StoreIOError, StoreNotFoundError
 from hybridmem.results import Fault, Report
 
 __all__ = ["Fault", "Report", "salvage", "verify"]
@@ -39,7 +38,7 @@ def verify(store_dir: StrPath, progress: Progress | None = None) -> Report:
     CorruptStoreError
         If index.json is damaged so far that nothing in it can be used.
     """
-    directory = _opened(store_dir)
+    directory = opening.directory_of(store_dir)
     try:
         examined = examine(directory, progress=progress)
         examined.pool.close()
@@ -79,7 +78,7 @@ def salvage(
     CorruptStoreError
         If index.json cannot be read at all and no `config` was given.
     """
-    directory = _opened(src)
+    directory = opening.directory_of(src)
     try:
         examined = examine(directory, config=config, progress=progress)
         try:
@@ -90,16 +89,6 @@ def salvage(
         return _report(directory, examined)
     finally:
         directory.close()
-
-
-def _opened(store_dir: StrPath) -> Directory:
-    path = path_of(store_dir, "store_dir")
-    try:
-        return Directory(path)
-    except (FileNotFoundError, NotADirectoryError):
-        raise StoreNotFoundError(f"no store in {path}: there is no such directory") from None
-    except OSError as error:
-        raise StoreIOError(f"failed opening {path}: {error}") from error
 
 
 def _report(directory: Directory, examined: Examined) -> Report:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import click
-import numpy as np
-import numpy.typing as npt
 
 import hybridmem
 from hybridmem import _text as text
+from hybridmem._commands.files import keys_by_entry, queries_by_layer
 from hybridmem._commands.group import (
     commands,
     emit,
@@ -22,8 +20,6 @@ from hybridmem._commands.group import (
     store_argument,
     working,
 )
-
-Arrays = dict[str, npt.NDArray[Any]]
 
 
 @commands.command()
@@ -77,9 +73,9 @@ def audit(
     Rankings marked "this store" are what it answers with; the others what other signatures of the
     same keys would find. Counts as no access.
     """
-    asked = _by_layer(queries)
-    exact = _by_layer(rerank_queries) if rerank_queries is not None else {}
-    given = _by_entry(keys) if keys is not None else None
+    asked = queries_by_layer(queries)
+    exact = queries_by_layer(rerank_queries) if rerank_queries is not None else {}
+    given = keys_by_entry(keys) if keys is not None else None
     if layer is not None:
         if layer not in asked:
             refuse(f"{queries} has no queries of layer {layer}")
@@ -139,53 +135,6 @@ def _lines(found: hybridmem.Audit) -> list[str]:
             " (--keys)"
         )
     return [*lines, ""]
-
-
-def _arrays(path: str) -> Arrays:
-    try:
-        if path.endswith(".safetensors"):
-            from safetensors import SafetensorError, safe_open
-
-            try:
-                with safe_open(path, framework="numpy") as file:
-                    return {name: np.asarray(file.get_tensor(name)) for name in list(file.keys())}
-            except (SafetensorError, TypeError) as error:
-                fail(f"cannot read {path}: {error}")
-        with np.load(path, allow_pickle=False) as arrays:
-            return dict(arrays)
-    except (OSError, ValueError, EOFError, AttributeError, TypeError) as error:
-        fail(f"cannot read {path}: {error}")
-
-
-def _by_layer(path: str) -> dict[int, list[npt.NDArray[Any]]]:
-    """The queries of each layer, in order."""
-    several: dict[int, list[tuple[int, npt.NDArray[Any]]]] = {}
-    for name, array in _arrays(path).items():
-        match = re.fullmatch(r"q_(\d+)(?:_(\d+))?", name)
-        if match is None or array.ndim not in ((2,) if match[2] else (2, 3)):
-            refuse(
-                f"{path}: {name} {list(array.shape)} is neither q_LAYER [n, width] or "
-                "[n, tokens, width] nor q_LAYER_NUMBER [tokens, width]"
-            )
-        numbered = [(int(match[2]), array)] if match[2] else list(enumerate(array))
-        several.setdefault(int(match[1]), []).extend(numbered)
-    if not several:
-        refuse(f"{path} has no queries")
-    return {
-        layer: [rows for _, rows in sorted(numbered, key=lambda one: one[0])]
-        for layer, numbered in sorted(several.items())
-    }
-
-
-def _by_entry(path: str) -> dict[int, npt.NDArray[Any]]:
-    keys = {
-        int(name[2:]): array
-        for name, array in _arrays(path).items()
-        if re.fullmatch(r"k_\d+", name)
-    }
-    if not keys:
-        refuse(f"{path} has no tensor named k_ENTRY")
-    return keys
 
 
 def _draw(found: list[hybridmem.Audit], path: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import sys
 import threading
@@ -51,12 +52,20 @@ class _Commands(click.Group):
         try:
             return super().invoke(ctx)
         except errors.HybridMemError as error:
-            _report(ctx, error, str(error))
-            click.echo(f"Error: {error}", err=True)
+            message = _in_a_shell(error)
+            _report(ctx, error, message)
+            click.echo(f"Error: {message}", err=True)
             sys.exit(next(code for kind, code in _CODES if isinstance(error, kind)))
         except click.ClickException as error:
             _report(ctx, error, error.format_message())
             raise
+
+
+def _in_a_shell(error: errors.HybridMemError) -> str:
+    """Return the message of an error, with another advice where that is for programs."""
+    if isinstance(error, errors.SnapshotGoneError):
+        return "a program that writes to the store compacted it meanwhile: run this again"
+    return str(error)
 
 
 def _report(ctx: click.Context, error: Exception, message: str) -> None:
@@ -129,7 +138,20 @@ def read_store(path: str, io: str = "mmap") -> hybridmem.Store:
 
 def write_store(path: str) -> hybridmem.Store:
     """Open a store as the one writer."""
-    return hybridmem.open(path, mode="r+")
+    try:
+        return hybridmem.open(path, mode="r+")
+    except errors.StoreLockedError:
+        raise errors.StoreLockedError(
+            f"another program has {path} open for writing: wait until it closes it; commands that "
+            "only look need not wait"
+        ) from None
+    except errors.StoreIOError as error:
+        why = error.__cause__
+        if isinstance(why, OSError) and why.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise errors.StoreIOError(
+                f"{path} cannot be written to: {why.strerror}; commands that only look can read it"
+            ) from None
+        raise
 
 
 def as_json(value: Any) -> str:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from hybridmem import Entry, Hit, Store, report
 from hybridmem import _text as text
+from hybridmem._commands.files import array_in
 from hybridmem._commands.group import (
     commands,
     emit,
@@ -256,7 +257,7 @@ def query(
             rows: Any = asked.keys
             layer = asked.layer_idx if layer is None else layer
         else:
-            rows = _load(str(source))
+            rows = array_in(str(source))
         if layer is None:
             refuse("--file needs --layer")
         try:
@@ -284,31 +285,6 @@ def query(
     if not found:
         lines = [f"layer {layer} has no entries"]
     emit({"layer_idx": layer, "top_k": top_k, "hits": found}, lines)
-
-
-def _load(source: str) -> npt.NDArray[Any]:
-    path, _, tensor = source.rpartition(":")
-    if not path or os.path.exists(source):
-        path, tensor = source, ""
-    try:
-        if not path.endswith(".safetensors"):
-            return np.asarray(np.load(path, allow_pickle=False))
-        return _load_tensor(path, tensor)
-    except (OSError, ValueError, EOFError) as error:
-        fail(f"cannot read {path}: {error}")
-
-
-def _load_tensor(path: str, name: str) -> npt.NDArray[Any]:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="numpy") as file:
-            names = sorted(file.keys())
-            if name not in names:
-                refuse(f"{path} has the tensors {', '.join(names)}; give one as {path}:NAME")
-            return np.asarray(file.get_tensor(name))
-    except (SafetensorError, TypeError) as error:
-        fail(f"cannot read {path}: {error}")
 
 
 @commands.command("report")

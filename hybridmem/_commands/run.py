@@ -8,7 +8,7 @@ from hybridmem._commands.group import commands, emit, fail, json_option
 
 
 @commands.command()
-@click.argument("directory", type=click.Path(), required=False)
+@click.argument("directory", type=click.Path(file_okay=False), required=False)
 @click.option("-k", "--top-k", type=click.IntRange(1), default=5, show_default=True, help="Hits.")
 @json_option
 def demo(directory: str | None, top_k: int) -> None:

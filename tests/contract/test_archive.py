@@ -168,7 +168,7 @@ def test_where_nothing_is_written(filled: Callable[..., Any], tmp_path: Path) ->
     for missing in (tmp_path / "nothing", tmp_path / "no" / "thing", tmp_path / "f" / "thing"):
         with pytest.raises(hybridmem.StoreNotFoundError, match=missing.name):
             import_store(missing, tmp_path / "g")
-    with pytest.raises(hybridmem.CorruptStoreError, match="regular file"):
+    with pytest.raises(hybridmem.StoreNotFoundError, match="is a directory, not an export file"):
         import_store(store.path, tmp_path / "g")
     assert sorted(os.listdir(tmp_path)) == ["f", "mem"]
 

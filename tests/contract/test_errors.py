@@ -30,6 +30,7 @@ NAMES = [
     "StoreFullError",
     "StoreIOError",
     "SnapshotGoneError",
+    "EntryNotFoundError",
 ]
 
 
@@ -38,6 +39,7 @@ def test_one_tree(name: str) -> None:
     kind = getattr(hybridmem, name)
     assert issubclass(kind, hybridmem.HybridMemError)
     assert issubclass(kind, FileNotFoundError) == (name == "StoreNotFoundError")
+    assert issubclass(kind, KeyError) == (name == "EntryNotFoundError")
     assert name in hybridmem.__all__
 
 

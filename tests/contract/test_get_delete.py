@@ -71,10 +71,11 @@ def test_a_missing_id_is_keyerror(
     if flushed:
         store.flush()
     assert entry_id not in store
-    with pytest.raises(KeyError, match=str(entry_id)):
-        store.get(entry_id)
-    with pytest.raises(KeyError, match=str(entry_id)):
-        store.delete(entry_id)
+    wanted = f"mem has no entry {entry_id}: it was deleted, evicted or never put; iterate"
+    for call in (store.get, store.delete, store.source):
+        with pytest.raises(KeyError, match=wanted) as caught:
+            call(entry_id)
+        assert isinstance(caught.value, hybridmem.EntryNotFoundError)
     assert list(store) == [1, 2, 3]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import pickle
@@ -197,7 +196,7 @@ def test_what_comes_back_is_the_callers(store: Any, rng: np.random.Generator) ->
     store.close()
     assert hit.source == {"a": [1]}
     assert pickle.loads(pickle.dumps(hit)).source == {"a": [1]}
-    assert dataclasses.asdict(hit)["source_json"] == '{"a":[1]}'
+    assert hit.source_json == '{"a":[1]}'
     assert "source" not in repr(hit)
 
 

@@ -6,8 +6,10 @@ process of its own, since not every extension outlives it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import shutil
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,7 +27,7 @@ try:
 except ImportError:  # an interpreter without its tests
     _testcapi = None
 
-#: What an operation may end in. numpy lacks a word in places, and the interpreter finds one.
+#: What an operation is to end in. numpy names another error in places, or none at all.
 REFUSALS = (MemoryError, SystemError, hybridmem.HybridMemError)
 
 #: Allocations after which none is reached any more.
@@ -36,11 +38,13 @@ _MOST = 1 << 20
 class Tally:
     """How often an allocation failed, and how often the operation failed with it.
 
-    `whole` counts the sweeps that came to the last allocation of their operation.
+    `misnamed` counts errors of another kind among these, `whole` the sweeps that came to the last
+    allocation of their operation.
     """
 
     failed: int = 0
     refused: int = 0
+    misnamed: int = 0
     died: int = 0
     whole: int = 0
 
@@ -80,8 +84,9 @@ def sweep(
                 hybridmem.open(root / "mem").close()
                 continue
             assert not outcome.failure, f"{what}: {outcome.failure}"
-            was_refused, is_over = outcome.value
+            was_refused, is_misnamed, is_over = outcome.value
             tally.refused += was_refused
+            tally.misnamed += is_misnamed
             if is_over:
                 tally.whole += 1
                 return tally
@@ -93,17 +98,22 @@ def sweep(
     raise AssertionError("never came to an end")
 
 
-def _one(name: str, root: Path, at: int, count: int) -> tuple[bool, bool]:
-    """Return whether the operation failed, and whether it made fewer allocations."""
+def _one(name: str, root: Path, at: int, count: int) -> tuple[bool, bool, bool]:
+    """Return whether the operation failed, with what error, and whether it made fewer allocations.
+
+    The second is True where the error is none of `REFUSALS`.
+    """
+    # A generator that is thrown away may ask for memory in vain; the interpreter reports that.
+    sys.unraisablehook = lambda _: None
     case = OPERATIONS[name](root)
     store, book = case.store, case.book
     states: list[State] = [book.before(), book.state()]
-    was_refused = False
+    was_refused = is_misnamed = False
     _testcapi.set_nomemory(at, at + count)
     try:
         case.act()
-    except REFUSALS:
-        was_refused = True
+    except Exception as error:
+        was_refused, is_misnamed = True, not isinstance(error, REFUSALS)
     finally:
         _testcapi.remove_mem_hooks()
     states.append(case.after())
@@ -124,7 +134,7 @@ def _one(name: str, root: Path, at: int, count: int) -> tuple[bool, bool]:
         durable = read(again)
         assert any(state.fits(durable) for state in states), f"the disk holds {sorted(durable)}"
         again.put([[1.0] * 4], [[1.0] * 4], 0)
-    return was_refused, not was_refused and _made_fewer(name, root, at)
+    return was_refused, is_misnamed, not was_refused and _made_fewer(name, root, at)
 
 
 def _is_between(found: Mapping[int, Any], old: State, new: State) -> bool:
@@ -137,8 +147,10 @@ def _made_fewer(name: str, root: Path, at: int) -> bool:
     _testcapi.set_nomemory(at, at + 1000)
     try:
         other.act()
-    except REFUSALS:
+    except Exception:
         return False
     finally:
         _testcapi.remove_mem_hooks()
+        with contextlib.suppress(hybridmem.HybridMemError):
+            other.store.close()
     return True

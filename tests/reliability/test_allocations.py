@@ -25,3 +25,4 @@ def test_the_kth_allocation_fails(name: str, count: int, scratch: Scratch) -> No
     tally = sweep(name, count, scratch, first=7 * count, step=397)
     assert tally.failed > 1
     assert tally.refused > 0
+    assert tally.misnamed <= tally.refused // 4
