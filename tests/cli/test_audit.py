@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import hybridmem
 
-pytest.importorskip("click", reason="needs click: pip install 'hybridmem[cli]'")
-
-from click.testing import CliRunner, Result
-from safetensors.numpy import save_file
-
-from hybridmem._commands import commands
-
-WIDTH = 24
+from . import WIDTH, helpers
+from .helpers import run
 
 
 @pytest.fixture
@@ -38,15 +32,8 @@ def store(tmp_path: Path, rng: np.random.Generator) -> Path:
     return path
 
 
-def run(*arguments: object, code: int = 0) -> Result:
-    result = CliRunner().invoke(commands, ["audit", *map(str, arguments)])
-    assert result.exit_code == code, (result.output, result.exception)
-    return result
-
-
 def document(*arguments: object) -> dict[str, Any]:
-    parsed: dict[str, Any] = json.loads(run(*arguments, "--json").stdout)
-    return parsed
+    return helpers.document("audit", *arguments)
 
 
 def test_audit_of_all_layers_of_a_file(
@@ -78,7 +65,7 @@ def test_audit_of_all_layers_of_a_file(
             for one in wanted
         ]
     assert [one.other_keys for one in wanted] == [0, 20]
-    text = run(store, "--queries", tmp_path / "q.npz", *options).stdout
+    text = run("audit", store, "--queries", tmp_path / "q.npz", *options).stdout
     assert "layer 0: 20 entries, 5 queries, recall of the best 4 by brute force" in text
     means = wanted[0].mean()
     for ranking, by_truth in means.items():
@@ -139,14 +126,14 @@ def test_audit_says_what_is_wrong(
     else:
         np.savez(path, **arrays)
     given = [option.replace("Q", str(path)) for option in options]
-    assert words in run(store, "--queries", path, *given, code=code).stderr
+    assert words in run("audit", store, "--queries", path, *given, code=code).stderr
 
 
 def test_audit_draws(store: Path, tmp_path: Path, rng: np.random.Generator) -> None:
     pytest.importorskip("matplotlib", reason="needs matplotlib: pip install 'hybridmem[plot]'")
     np.savez(tmp_path / "q.npz", q_0=rng.normal(size=(4, WIDTH)))
-    run(store, "--queries", tmp_path / "q.npz", "--plot", tmp_path / "audit.svg")
+    run("audit", store, "--queries", tmp_path / "q.npz", "--plot", tmp_path / "audit.svg")
     drawing = (tmp_path / "audit.svg").read_text()
     assert "<svg" in drawing
-    run(store, "--queries", tmp_path / "q.npz", "--plot", tmp_path / "audit.png")
+    run("audit", store, "--queries", tmp_path / "q.npz", "--plot", tmp_path / "audit.png")
     assert (tmp_path / "audit.png").read_bytes().startswith(b"\x89PNG")
