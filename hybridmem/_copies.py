@@ -16,10 +16,16 @@ from hybridmem._manifest import INDEX_NAME, Manifest
 from hybridmem._shards import check_files
 from hybridmem.errors import SnapshotGoneError, StoreExistsError, StoreIOError
 
-__all__ = ["new_directory", "snapshot"]
+__all__ = ["check_vacant", "new_directory", "snapshot"]
 
 _PIECE_RECORDS = 8192
 _PIECE_BYTES = 8 << 20
+
+
+def check_vacant(path: Path) -> None:
+    """Raise StoreExistsError where there is something already."""
+    if os.path.lexists(path):
+        raise StoreExistsError(f"{path} exists; give a path where there is nothing yet")
 
 
 @contextlib.contextmanager
@@ -33,8 +39,7 @@ def new_directory(path: Path) -> Iterator[Directory]:
     StoreExistsError
         If there is something of that name.
     """
-    if os.path.lexists(path):
-        raise StoreExistsError(f"{path} exists; give a path where there is nothing yet")
+    check_vacant(path)
     parent = Directory.make(path.parent)
     try:
         directory = parent.make_temporary_directory()
@@ -79,7 +84,7 @@ def snapshot(
                     raise
                 raise StoreIOError(
                     f"{error}; hard links need one file system that has them: "
-                    "copy=True copies the shards instead"
+                    "copy the shards instead (copy=True, --copy)"
                 ) from error
         check_files(target, manifest.shards)
         target.write_file(ENTRIES_NAME, _records(table, manifest.n_records))

@@ -14,7 +14,7 @@ from crc32c import crc32c
 from hybridmem import _arrays, _snapshot, _source, opening
 from hybridmem._adopting import adopt
 from hybridmem._codec import Codec, Tensor
-from hybridmem._copies import new_directory
+from hybridmem._copies import check_vacant, new_directory
 from hybridmem._fileio import Buffer, Directory, path_of
 from hybridmem._format import (
     COLUMN_BYTES,
@@ -31,7 +31,6 @@ from hybridmem._manifest import Manifest
 from hybridmem.errors import (
     CorruptStoreError,
     SnapshotGoneError,
-    StoreExistsError,
     StoreNotFoundError,
     VersionError,
 )
@@ -92,8 +91,7 @@ def export_store(
         If the writer compacted the store meanwhile: try again, or export a snapshot.
     """
     path = path_of(file, "file")
-    if os.path.lexists(path):
-        raise StoreExistsError(f"{path} exists; give a path where there is nothing yet")
+    check_vacant(path)
     with opening.open(store_dir, mode="r") as store:
         layer = None if layer_idx is None else _arrays.layer_index(layer_idx)
         rows = store._table.alive_rows(layer)
