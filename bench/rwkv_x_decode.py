@@ -48,6 +48,9 @@ def main() -> None:
             _, bare_state = bare.forward(prompt, None)
             _, state = attached.forward(prompt, None)
             fill(memory.store, state, options)
+            if options.warm:
+                for entry_id in memory.store:
+                    memory.store.get(entry_id)
             pairs = measure(bare, bare_state, attached, state, options)
             report(pairs, memory.store, options)
 
@@ -62,6 +65,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--chunk-tokens", type=int, default=64)
     parser.add_argument("--search-every", type=int, default=8)
     parser.add_argument("--threads", type=int, default=0, help="of torch; 0: its own choice")
+    parser.add_argument(
+        "--warm", action="store_true", help="look at every entry first, as a long run would have"
+    )
     parser.add_argument("--cpu-time", action="store_true", help="on a machine with other work")
     parser.add_argument("--dir", type=Path, help="keep checkpoint and store here (about 5 GB)")
     parser.add_argument("--json", type=Path, help="write the figures here too")
@@ -128,6 +134,7 @@ def report(pairs: list[tuple[float, float]], store: Any, options: argparse.Names
         "entries": len(store),
         "search_every": options.search_every,
         "top_k": options.top_k,
+        "warm": options.warm,
         "threads": torch.get_num_threads(),
         "simd": simd_level(),
         "bare_ms": statistics.median(bare for bare, _ in means),

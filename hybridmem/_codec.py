@@ -155,14 +155,21 @@ class Codec:
         return _decoded({tensor.suffix: tensor for tensor in keys}, "k")
 
     @staticmethod
-    def attend(tensors: Sequence[Tensor], state: Attention) -> None:
-        """Go on with attention over an entry's tensors as they are stored."""
-        parts = {tensor.suffix: tensor for tensor in tensors}
+    def attend(entries: Sequence[Sequence[Tensor]], state: Attention) -> None:
+        """Go on with attention over the tensors of some entries of one store as they are stored."""
+        parts = [{tensor.suffix: tensor for tensor in tensors} for tensors in entries]
+        if parts and parts[0]["k"].dtype == "F32":
+            keys, values = (tuple(_aligned(one[letter].data) for one in parts) for letter in "kv")
+            _kernels.attend(state.query, keys, values, *state.shape, *state.running)
+            return
+        for one in parts:
+            Codec._attend_narrow(one, state)
+
+    @staticmethod
+    def _attend_narrow(parts: dict[str, Tensor], state: Attention) -> None:
         k, v = (_aligned(parts[letter].data) for letter in "kv")
         dtype = parts["k"].dtype
-        if dtype == "F32":
-            _kernels.attend(state.query, k, v, *state.shape, *state.running)
-        elif dtype != "I8":
+        if dtype != "I8":
             is_bf16 = dtype == "BF16"
             _kernels.attend_half(
                 state.query,

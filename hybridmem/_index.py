@@ -291,6 +291,9 @@ class IndexView:
             if low == high:
                 continue
             wanted = entry_ids[low:high]
+            if len(wanted) == filled and not block.dead and (wanted == block.ids[:filled]).all():
+                found.append(np.arange(start, start + filled))
+                continue
             rows = np.searchsorted(block.ids[:filled], wanted).astype(np.int64)
             inside = rows < filled
             rows, wanted = rows[inside], wanted[inside]

@@ -77,8 +77,8 @@ def from_float16(x: _U16, out: _F32) -> None: ...
 # Attention over stored rows
 def attend(
     q: _F32,
-    k: _F32,
-    v: _F32,
+    keys: tuple[_F32, ...],
+    values: tuple[_F32, ...],
     heads: int,
     kv_heads: int,
     scale: float,

@@ -111,8 +111,13 @@ cdef extern from "_simd/attend.h" nogil:
         float *top
         float *sum
         float *scores
-    ctypedef void (*hm_attend_fn)(
-        const hm_attention *, const float *, const float *, size_t) noexcept nogil
+    ctypedef struct hm_rows:
+        const float *k
+        const float *v
+        size_t n
+        const float *next
+        size_t next_n
+    ctypedef void (*hm_attend_fn)(const hm_attention *, const hm_rows *) noexcept nogil
     hm_attend_fn hm_attend_of(const char *level) noexcept
 
 cdef extern from "<string.h>" nogil:
@@ -547,23 +552,38 @@ cdef int _attention_set(hm_attention *a, const float[:, ::1] q, Py_ssize_t heads
     return a.scores != NULL
 
 
-def attend(const float[:, ::1] q not None, const float[:, ::1] k not None,
-           const float[:, ::1] v not None, Py_ssize_t heads, Py_ssize_t kv_heads, float scale,
-           float[:, ::1] acc not None, float[:, ::1] top not None, float[:, ::1] total not None):
-    """Go on with the attention of q over rows of k and v.
+def attend(const float[:, ::1] q not None, keys, values, Py_ssize_t heads, Py_ssize_t kv_heads,
+           float scale, float[:, ::1] acc not None, float[:, ::1] top not None,
+           float[:, ::1] total not None):
+    """Go on with the attention of q over several groups of rows, keys[i] with values[i].
 
-    q is [m, heads * head_dim], k and v are [n, kv_heads * head_dim]. acc has the shape of q and
-    begins as zeros, top and total are [m, heads] and begin as -inf and 0.
+    q is [m, heads * head_dim], keys and values are tuples of [n, kv_heads * head_dim]. acc has the
+    shape of q and begins as zeros, top and total are [m, heads] and begin as -inf and 0.
     """
+    cdef Py_ssize_t count = len(keys), i
+    cdef const float[:, ::1] k, v
     cdef hm_attention a
-    cdef int ready
-    with nogil:
-        ready = _attention_set(&a, q, heads, kv_heads, scale, acc, top, total)
-        if ready:
-            hm_attend_of(hm_active.name)(&a, &k[0, 0], &v[0, 0], k.shape[0])
-            hm_free(a.scores)
+    cdef hm_rows *some = <hm_rows *> hm_alloc(max(count, 1) * sizeof(hm_rows))
+    cdef int ready = some != NULL
     if not ready:
         raise MemoryError
+    try:
+        for i in range(count):
+            k, v = keys[i], values[i]
+            some[i].k, some[i].v, some[i].n = &k[0, 0], &v[0, 0], k.shape[0]
+            some[i].next, some[i].next_n = NULL, 0
+            if i > 0:
+                some[i - 1].next, some[i - 1].next_n = some[i].k, some[i].n
+        with nogil:
+            ready = _attention_set(&a, q, heads, kv_heads, scale, acc, top, total)
+            if ready:
+                for i in range(count):
+                    hm_attend_of(hm_active.name)(&a, &some[i])
+                hm_free(a.scores)
+        if not ready:
+            raise MemoryError
+    finally:
+        hm_free(some)
 
 
 def attend_half(const float[:, ::1] q not None, const uint16_t[:, ::1] k not None,
@@ -572,6 +592,7 @@ def attend_half(const float[:, ::1] q not None, const uint16_t[:, ::1] k not Non
                 float[:, ::1] top not None, float[:, ::1] total not None):
     """As attend, over float16 or bfloat16 bits, of which a few rows at a time are widened."""
     cdef hm_attention a
+    cdef hm_rows some
     cdef size_t d = k.shape[1], n = k.shape[0], first, rows
     cdef float *wide = NULL
     cdef const hm_codec *codec = hm_codec_of(hm_active.name)
@@ -594,7 +615,8 @@ def attend_half(const float[:, ::1] q not None, const uint16_t[:, ::1] k not Non
                     codec.from_float16(&k[first, 0], rows * d, wide)
                     codec.from_float16(&v[first, 0], rows * d, wide + rows * d)
                 hm_fpenv_leave(saved)
-                hm_attend_of(hm_active.name)(&a, wide, wide + rows * d, rows)
+                some = hm_rows(k=wide, v=wide + rows * d, n=rows, next=NULL, next_n=0)
+                hm_attend_of(hm_active.name)(&a, &some)
                 first += rows
         hm_free(wide)
         hm_free(a.scores)
@@ -631,6 +653,7 @@ def attend_int8(const float[:, ::1] q not None,
     of dequantize_channels.
     """
     cdef hm_attention a
+    cdef hm_rows some
     cdef size_t d = k.shape[1], n = k.shape[0], first, rows
     cdef float *wide_k = NULL
     cdef float *wide_v
@@ -651,7 +674,8 @@ def attend_int8(const float[:, ::1] q not None,
                 _widen_int8(codec, k, k_scale, k_zero, k_width, k_wide, first, rows, wide_k)
                 _widen_int8(codec, v, v_scale, v_zero, v_width, v_wide, first, rows, wide_v)
                 hm_fpenv_leave(saved)
-                hm_attend_of(hm_active.name)(&a, wide_k, wide_v, rows)
+                some = hm_rows(k=wide_k, v=wide_v, n=rows, next=NULL, next_n=0)
+                hm_attend_of(hm_active.name)(&a, &some)
                 first += rows
         hm_free(wide_k)
         hm_free(a.scores)

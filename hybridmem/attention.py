@@ -136,8 +136,7 @@ def attend(
     top = np.full((len(rows), heads), -np.inf, np.float32)
     total = np.zeros((len(rows), heads), np.float32)
     state = Attention(rows, (heads, kv_heads, factor), (output, top, total))
-    for tensors in found:
-        Codec.attend(tensors, state)
+    Codec.attend(found, state)
     if found:
         with np.errstate(invalid="ignore"):
             output.reshape(len(rows), heads, head_dim)[...] /= total[:, :, None]

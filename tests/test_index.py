@@ -213,6 +213,19 @@ def test_empty() -> None:
         index.remove(1)
 
 
+def test_search_among_all_entries_that_there_are_or_were() -> None:
+    spec = SignatureSpec(64)
+    index = LayerIndex(spec)
+    index.extend(np.arange(1, 41), np.ones(40, np.uint32), np.zeros((40, 8), np.uint8))
+    query = np.zeros((1, 8), np.uint8)
+    everything = np.arange(1, 41, dtype=np.uint64)
+    assert index.view().find(everything).tolist() == list(range(40))
+    assert index.view().find(everything + np.uint64(1)).tolist() == list(range(1, 40))
+    index.remove(7)
+    ids, _ = index.view().search([query], 40, everything)[0]
+    assert ids.tolist() == [one for one in range(1, 41) if one != 7]
+
+
 def test_removing_compacts_and_old_views_hold() -> None:
     model = Model(SignatureSpec(512, 1, 64), 3, few=False)
     model.extend(200)

@@ -25,7 +25,14 @@ typedef struct {
     float *scores;        /* scratch: [queries][heads][HM_ATTEND_ROWS] */
 } hm_attention;
 
-typedef void (*hm_attend_fn)(const hm_attention *a, const float *k, const float *v, size_t n);
+typedef struct {
+    const float *k, *v; /* [n][kv_heads][head_dim] */
+    size_t n;
+    const float *next; /* keys of the rows that come after these, to be fetched meanwhile */
+    size_t next_n;
+} hm_rows;
+
+typedef void (*hm_attend_fn)(const hm_attention *a, const hm_rows *some);
 
 #define HM_ATTEND_FN(name) hm_##name##_scalar
 #define HM_ATTEND_T static

@@ -18,12 +18,19 @@ HM_ATTEND_T void HM_ATTEND_FN(add_scaled)(float weight, const float *HM_RESTRICT
     for (i = 0; i < n; i++) y[i] += weight * x[i];
 }
 
-/* Scores of up to HM_ATTEND_ROWS rows, then the weights that they become. */
-HM_ATTEND_T void HM_ATTEND_FN(weigh)(const hm_attention *a, const float *k, size_t n) {
-    const size_t group = a->heads / a->kv_heads, d = a->head_dim;
+/* Fetch a row that is read a block later: rows end at pages, where the processor stops fetching ahead. */
+HM_ATTEND_T void HM_ATTEND_FN(fetch)(const float *row, size_t width) {
+    size_t i;
+    for (i = 0; i < width; i += 16) HM_PREFETCH(row + i);
+}
+
+/* Scores of up to HM_ATTEND_ROWS rows, then the weights that they become. v: their values, read next. */
+HM_ATTEND_T void HM_ATTEND_FN(weigh)(const hm_attention *a, const float *k, const float *v, size_t n) {
+    const size_t group = a->heads / a->kv_heads, d = a->head_dim, width = a->kv_heads * d;
     size_t row, kv, g, i, at;
     for (row = 0; row < n; row++) {
-        const float *key = k + row * a->kv_heads * d;
+        const float *key = k + row * width;
+        HM_ATTEND_FN(fetch)(v + row * width, width);
         for (kv = 0; kv < a->kv_heads; kv++)
             for (i = 0; i < a->queries; i++)
                 for (g = 0; g < group; g++) {
@@ -45,14 +52,20 @@ HM_ATTEND_T void HM_ATTEND_FN(weigh)(const hm_attention *a, const float *k, size
     }
 }
 
-HM_ATTEND_T void HM_ATTEND_FN(attend)(const hm_attention *a, const float *k, const float *v, size_t n) {
+HM_ATTEND_T void HM_ATTEND_FN(attend)(const hm_attention *a, const hm_rows *some) {
+    const float *k = some->k, *v = some->v;
+    const size_t n = some->n;
     const size_t group = a->heads / a->kv_heads, d = a->head_dim, width = a->kv_heads * d;
     size_t first, row, kv, g, i;
     for (first = 0; first < n; first += HM_ATTEND_ROWS) {
         size_t rows = n - first < HM_ATTEND_ROWS ? n - first : HM_ATTEND_ROWS;
-        HM_ATTEND_FN(weigh)(a, k + first * width, rows);
+        HM_ATTEND_FN(weigh)(a, k + first * width, v + first * width, rows);
         for (row = 0; row < rows; row++) {
             const float *value = v + (first + row) * width;
+            if (first + HM_ATTEND_ROWS + row < n)
+                HM_ATTEND_FN(fetch)(k + (first + HM_ATTEND_ROWS + row) * width, width);
+            else if (first + HM_ATTEND_ROWS >= n && row < some->next_n)
+                HM_ATTEND_FN(fetch)(some->next + row * width, width);
             for (kv = 0; kv < a->kv_heads; kv++)
                 for (i = 0; i < a->queries; i++)
                     for (g = 0; g < group; g++) {

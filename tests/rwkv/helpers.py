@@ -16,6 +16,7 @@ torch.set_num_threads(1)  # the matrices are small: more threads only wait for e
 
 #: What needs torch to be imported comes from here, after it was looked for.
 hooks: Any = importlib.import_module("hybridmem.integrations.rwkv_x._hooks")
+gathered: Any = importlib.import_module("hybridmem.integrations.rwkv_x._gathered")
 checkpoints: Any = importlib.import_module("hybridmem.integrations.rwkv_x.checkpoint")
 
 MARKS = [pytest.mark.torch, pytest.mark.rwkv]
@@ -71,11 +72,11 @@ def largest(difference: Any) -> float:
 def attended_rows(patch: pytest.MonkeyPatch) -> list[np.ndarray]:
     """Let the keys that decode attends to from now on be noted, an array for each layer's turn."""
     seen: list[np.ndarray] = []
-    original = hooks.attend_one
+    original = gathered.GatheredRows.attend
 
-    def noting(query: Any, heads: int, groups: Any) -> Any:
-        seen.append(np.concatenate([np.asarray(keys) for keys, _ in groups]))
-        return original(query, heads, groups)
+    def noting(rows: Any, query: Any, heads: int) -> Any:
+        seen.append(rows._keys[: rows._count].numpy().copy())
+        return original(rows, query, heads)
 
-    patch.setattr(hooks, "attend_one", noting)
+    patch.setattr(gathered.GatheredRows, "attend", noting)
     return seen

@@ -25,6 +25,7 @@ from .helpers import (
     MARKS,
     TOLERANCE,
     attended_rows,
+    gathered,
     largest,
     load,
     reference,
@@ -73,7 +74,7 @@ def test_save_and_load_bit_for_bit(held: Any, tmp_path: Path) -> None:
     _, state = run(model, text(3, seed=8), [1] * 3, state)  # between two searches
     memory.save(state, tmp_path / "c.pt")
     expected, _ = run(model, text(30, seed=9), [1] * 30, copy.deepcopy(state))
-    memory._tier.rows.clear()
+    memory._tier.let_go()
     logits, _ = run(model, text(30, seed=9), [1] * 30, memory.load(tmp_path / "c.pt"))
     assert torch.equal(logits, expected)
 
@@ -352,3 +353,40 @@ def test_state_goes_on_after_detach_and_back(checkpoint: Path, tmp_path: Path) -
         with rwkv_x.attach(model, tmp_path / "mem", chunk_tokens=8):
             logits, _ = run(model, text(20), [10] + [1] * 10, state)
         assert torch.isfinite(logits).all()
+
+
+def test_two_states_that_share_what_they_hold_go_on_apart(held: Any) -> None:
+    """Rows are written behind those of a token before, and a state from before is still that."""
+    model, _, state = held
+    _, state = run(model, text(2, seed=8), [1] * 2, state)
+
+    def branch() -> Any:
+        return {"rwkv": list(state["rwkv"]), "attn": [dict(layer) for layer in state["attn"]]}
+
+    expected = [run(model, text(9, seed=seed), [1] * 9, copy.deepcopy(state))[0] for seed in (1, 2)]
+    one, other = branch(), branch()
+    got: list[list[Any]] = [[], []]
+    for at in range(9):
+        for seed, mine, logits in ((1, one, got[0]), (2, other, got[1])):
+            logits.append(run(model, text(9, seed=seed)[at : at + 1], [1], mine)[0])
+    for logits, wanted in zip(got, expected, strict=True):
+        assert largest(torch.cat(logits) - wanted) < TOLERANCE
+
+
+def test_rows_at_hand_are_used_again_between_searches(
+    held: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, memory, state = held
+    made: list[Any] = []
+    original = gathered.GatheredRows.__init__
+
+    def noting(self: Any, *args: Any) -> None:
+        made.append(self)
+        original(self, *args)
+
+    monkeypatch.setattr(gathered.GatheredRows, "__init__", noting)
+    run(model, text(16, seed=3), [1] * 16, state)
+    assert 0 < len(made) <= 2 * (2 + 2 + 1)  # a layer: two searches, two chunks that leave, a start
+    assert memory._tier.gathered._bytes == sum(
+        rows.nbytes for _, rows in memory._tier.gathered._rows.values()
+    )

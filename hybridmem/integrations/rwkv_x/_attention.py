@@ -1,8 +1,8 @@
 """Attention over several separate groups of rows, without concatenating them.
 
-One query, a token of decode, reads rows of the store where they are mapped, by the kernel of
-`hybridmem.attend`. More queries are a matrix product for each group; for these keys are laid out
-head-major, `[heads, rows, head_size]`, as views wherever they lie row by row.
+One query, a token of decode of the earlier design, reads rows of the store where they are mapped,
+by the kernel of `hybridmem.attend`. More queries are a matrix product for each group; for these
+keys are laid out head-major, `[heads, rows, head_size]`, as views wherever they lie row by row.
 """
 
 from __future__ import annotations
@@ -110,9 +110,9 @@ def attend_one(query: Tensor, heads: int, groups: Sequence[tuple[Any, Any]]) -> 
     out = np.zeros((1, width), np.float32)
     top, total = np.full((1, heads), -np.inf, np.float32), np.zeros((1, heads), np.float32)
     scale = (width // heads) ** -0.5
-    for keys, values in groups:
-        if len(keys):
-            _kernels.attend(row, _array(keys), _array(values), heads, heads, scale, out, top, total)
+    rows = [group for group in groups if len(group[0])]
+    keys, values = (tuple(map(_array, column)) for column in zip(*rows, strict=True))
+    _kernels.attend(row, keys, values, heads, heads, scale, out, top, total)
     out.reshape(heads, -1)[...] /= total.reshape(heads, 1)
     return torch.from_numpy(out).to(query.dtype)
 

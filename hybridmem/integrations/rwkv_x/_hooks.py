@@ -15,11 +15,10 @@ from torch import Tensor
 from hybridmem.integrations.rwkv_x._attention import (
     KeysValues,
     attend_blocks,
-    attend_one,
     by_head,
     side_by_side,
 )
-from hybridmem.integrations.rwkv_x._conversation import UNKNOWN, Conversation, Rows
+from hybridmem.integrations.rwkv_x._conversation import STATE_KEY, UNKNOWN, Conversation, Rows
 from hybridmem.integrations.rwkv_x._found import Found
 from hybridmem.integrations.rwkv_x._tier import Tier
 
@@ -112,18 +111,21 @@ def _with_state(run: Callable[..., Any], current: _Current) -> Callable[..., Any
 
 
 def _decode(layer: int, att: Any, x: Tensor, state: dict[str, Any], tier: Tier) -> Tensor:
+    before = state.get(STATE_KEY)
     held = tier.begin(state)
     position = held.seen
     x = x.view(1, -1)
     query, key, value = att.receptance(x), att.key(x), att.value(x)
-    held, runs = tier.find(layer, held, query, state["k_cache"][0])
-    row = Rows(key, value, torch.tensor([[position, UNKNOWN]], dtype=torch.float64))
-    own = held.waiting + row
-    found = tier.rows.of(runs[0][2])
-    cached = (state["k_cache"][0], state["v_cache"][0])
-    mixed = attend_one(query, att.n_head, [*found, cached, (own.keys, own.values)])
+    cache = (state["k_cache"], state["v_cache"])
+    held, runs = tier.find(layer, held, query, cache[0][0])
+    rows = tier.gathered.of(before, held, runs[0][2], cache)
+    rows.append(Rows(key, value, torch.tensor([[position, UNKNOWN]], dtype=torch.float64)))
+    mixed = rows.attend(query, att.n_head)
     tier.centring.learn(layer, key, query)
-    tier.end(state, tier.settle(layer, held.replace(waiting=own)))
+    settled = tier.settle(layer, held.replace(waiting=rows.waiting))
+    tier.end(state, settled)
+    if settled.waiting is rows.waiting:  # else a chunk has left
+        tier.gathered.keep(layer, state[STATE_KEY], rows)
     return att.output(mixed.view(-1))
 
 

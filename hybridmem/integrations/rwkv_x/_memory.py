@@ -23,6 +23,8 @@ StrPath = str | os.PathLike[str]
 _KV_DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 #: Bits of the signature of one token.
 SIGNATURE_BITS = 256
+#: Shards that stay mapped: rows of one that was closed are faulted in anew when found again.
+OPEN_SHARDS = 64
 #: Fields of the configuration that `hybridmem.open` takes anew.
 _LIMITS = ("max_entries", "max_disk_bytes", "shard_max_bytes", "max_open_shards")
 _MISSING = object()
@@ -127,6 +129,7 @@ class RwkvMemory:
             "signature_tokens": 1,
             "signature_bits": SIGNATURE_BITS,
             "model_id": self.model_id,
+            "max_open_shards": OPEN_SHARDS,
         }
         return hybridmem.create(path, **{**fields, **config})
 
@@ -151,7 +154,7 @@ class RwkvMemory:
         """
         if self._patched:
             _attached.discard(self._model)
-            self._tier.rows.clear()
+            self._tier.let_go()
         while self._patched:
             owner, name, before = self._patched.pop()
             if before is _MISSING:
@@ -281,7 +284,7 @@ class RwkvMemory:
                 except KeyError:  # evicted before
                     continue
         self.store.flush()
-        self._tier.rows.clear()
+        self._tier.let_go()
         if path is not None:
             path.unlink()
         return deleted

@@ -17,6 +17,7 @@ from torch import Tensor
 from hybridmem.integrations.rwkv_x._centring import Centring
 from hybridmem.integrations.rwkv_x._conversation import STATE_KEY, Conversation
 from hybridmem.integrations.rwkv_x._found import Found, FoundRows
+from hybridmem.integrations.rwkv_x._gathered import Gathered
 from hybridmem.results import Entry, Hit
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ class Tier:
         Entries that a search gives; may be changed at any time.
     rows : FoundRows
         Turns what `find` gives into rows.
+    gathered : Gathered
+        Keeps the rows that decode attends to side by side.
     centring : Centring
     """
 
@@ -60,12 +63,18 @@ class Tier:
         # Layers take turns, so that no token pays for the searches of all of them.
         self._offsets = [layer * search_every // layers for layer in range(layers)]
         self.rows = FoundRows(store, _AT_HAND_BYTES)
+        self.gathered = Gathered(self.rows, _AT_HAND_BYTES, chunk_tokens)
         self._options = dict(query_options)
         self.centring = Centring(store, layers, centre_tokens)
         self._store_id = store.store_id
         self._checked: set[tuple[int, int]] = {(0, 0)}
 
     # -- the state --------------------------------------------------------------------------------
+
+    def let_go(self) -> None:
+        """Let go of all rows at hand."""
+        self.rows.clear()
+        self.gathered.clear()
 
     def begin(self, layer_state: dict[str, Any]) -> Conversation:
         """Return the conversation that a layer of an upstream state belongs to."""
