@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Iterable, Sequence
 
-__all__ = ["age", "moment", "pairs", "plural", "seconds", "short", "size", "table"]
+__all__ = ["age", "moment", "pairs", "plural", "seconds", "short", "signature", "size", "table"]
 
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _NS = 1_000_000_000
@@ -41,6 +41,12 @@ def plural(n: int, noun: str) -> str:
     if n != 1:
         noun = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
     return f"{n:,} {noun}"
+
+
+def signature(bits: int, n_tokens: int) -> str:
+    """Return what a signature is of: a run of tokens, or where `n_tokens` is 0 a whole entry."""
+    of = "token" if n_tokens == 1 else plural(n_tokens, "token")
+    return f"{bits:,} bits for each {of}" if n_tokens else f"{bits:,} bits an entry"
 
 
 def moment(timestamp: int) -> str:

@@ -86,11 +86,9 @@ def _layers(by_layer: dict[int, int]) -> str:
 
 def _signature(store: Store) -> str:
     config = store.config
-    if not config.signature_tokens:
-        return f"{config.hdc_dim:,} bits an entry"
-    bits = config.signature_bits or config.hdc_dim
-    runs = text.plural(config.signature_tokens, "token")
-    return f"{bits:,} bits for each {runs}, {config.hdc_dim // bits} at most"
+    bits = config.signature.bits
+    most = f", {config.hdc_dim // bits} at most" if config.signature_tokens else ""
+    return text.signature(bits, config.signature_tokens) + most
 
 
 def _limits(store: Store) -> str:

@@ -98,10 +98,11 @@ def _growth(facts: Facts) -> str:
     # Times as seconds from the first, which float64 holds exactly enough.
     start = facts.growth[0][0]
     series = [((time - start) / 1e9, float(total)) for time, total in facts.growth]
+    shown = slice(11, 19) if series[-1][0] < 3600 else slice(5, 16)  # seconds, or the day
     chart = charts.line(
         series,
         "tokens stored over time",
-        lambda x: text.moment(start + int(x * 1e9))[5:16],
+        lambda x: text.moment(start + int(x * 1e9))[shown],
         _count,
     )
     return _card(
@@ -206,15 +207,10 @@ def _shards(facts: Facts) -> str:
 def _about(facts: Facts) -> str:
     config, stats = facts.config, facts.stats
     kept = "INT8" if config.quantize_stored else config.kv_dtype
-    bits = f"{config.signature.bits:,} bits"
-    each = text.plural(config.signature_tokens, "token")
     values = (
         ("model", config.model_id or "not named"),
         ("width", f"{config.embed_dim:,}, kept as {kept}"),
-        (
-            "signatures",
-            f"{bits} for each {each}" if config.signature_tokens else f"{bits} an entry",
-        ),
+        ("signatures", text.signature(config.signature.bits, config.signature_tokens)),
         ("most entries", f"{config.max_entries:,}" if config.max_entries else "any number"),
         ("most bytes", text.size(config.max_disk_bytes) if config.max_disk_bytes else "any number"),
         ("live", text.size(stats.live_bytes)),
@@ -224,7 +220,7 @@ def _about(facts: Facts) -> str:
     content = "".join(
         f"<dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd>" for name, value in values
     )
-    return _card("The store", "", f"<dl>{content}</dl>")
+    return _card("The store", "", f"<dl>{content}</dl>", wide=True)
 
 
 def _count(value: float) -> str:

@@ -42,7 +42,7 @@ def test_info_of_sub_signatures_limits_and_int8(tmp_path: Path) -> None:
         max_disk_bytes=3 << 30,
     ).close()
     text = run("info", path).stdout
-    assert "256 bits for each 1 token, 64 at most" in text
+    assert "256 bits for each token, 64 at most" in text
     assert "kept as INT8" in text
     assert "1,000 entries, 3.00 GiB on disk, 256 MiB a shard, 4 open shards" in text
     assert run("ls", path).stdout.split() == [
