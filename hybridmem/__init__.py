@@ -5,6 +5,7 @@ from typing import Any
 
 from hybridmem import hdc
 from hybridmem._kernels import simd_level
+from hybridmem._layered import Layered, layered
 from hybridmem.attention import attend, augmented_kv, merge_attention
 from hybridmem.config import Config
 from hybridmem.errors import (
@@ -35,6 +36,7 @@ __all__ = [
     "EntryNotFoundError",
     "Hit",
     "HybridMemError",
+    "Layered",
     "Memory",
     "ModelMismatchError",
     "ReadOnlyError",
@@ -52,6 +54,7 @@ __all__ = [
     "augmented_kv",
     "create",
     "hdc",
+    "layered",
     "merge_attention",
     "open",
     "simd_level",

@@ -37,19 +37,18 @@ class Finder(Reader, Memory):
         search = Search(self, question)
         search.run()
         with self._lock:
-            return answer(question, [search], lambda _, row, score: make(self, row, score))
+            results = answer(question, [search], lambda _, row, score: make(self, row, score))
+            self._queries += len(question.queries)
+            self._hits += sum(map(len, results))
+            return results
 
     def take_back(self, hits: Sequence[Hit]) -> None:
         """Count the query no longer that gave these hits: they could not be used."""
         with self._lock:
             self._check_open()
-            self._count(-1, [hit.entry_id for hit in hits], by=-1)
-
-    def _count(self, queries: int, found: Sequence[int], by: int = 1) -> None:
-        """Count queries, and the entries that they found."""
-        self._queries += queries
-        self._hits += by * len(found)
-        self._accessed(found, by)
+            self._queries -= 1
+            self._hits -= len(hits)
+            self._accessed([hit.entry_id for hit in hits], -1)
 
     def audit(
         self,
@@ -167,8 +166,8 @@ class Finder(Reader, Memory):
             for row, signature in zip(part.tolist(), signatures, strict=True):
                 yield int(ids[row]), np.ascontiguousarray(keys_of(row)), signature
 
-    def _hit(self, row: int, score: float) -> Hit:
-        return Hit(score=score, **self._fields(row))
+    def _hit(self, row: int, score: float, tag: int = 0) -> Hit:
+        return Hit(score=score, **self._fields(row, tag))
 
     def _checked_tensors(self, row: int, score: float) -> list[Tensor]:
         tensors = self._tensors(row)
@@ -257,6 +256,8 @@ def answer(
 ) -> list[list[Found]]:
     """Answer a question by searches of one or several stores, whose locks are held.
 
+    Accesses are counted; queries and hits are left to the caller.
+
     Parameters
     ----------
     make : callable
@@ -290,6 +291,6 @@ def answer(
             hits.append(make(number, search.finder._row(entry_id), score))
             accessed[number].append(entry_id)
         results.append(hits)
-    for search, counted in zip(searches, accessed, strict=True):
-        search.finder._count(len(question.queries), counted)
+    for search, found_there in zip(searches, accessed, strict=True):
+        search.finder._accessed(found_there)
     return results

@@ -86,6 +86,10 @@ class Reader:
         EntryNotFoundError
             If there is no such entry, or no longer; it is a KeyError too.
         """
+        return self._entry(entry_id)
+
+    def _entry(self, entry_id: int, tag: int = 0) -> Entry:
+        """Return an entry, its id with a tag where it is one of several stores."""
         with self._lock:
             self._check_open()
             row = self._row(_arrays.entry_id(entry_id))
@@ -95,7 +99,7 @@ class Reader:
                 shard_idx=int(columns["shard_idx"][row]),
                 padding=int(columns["padding"][row]),
                 signature=signature.tobytes(),
-                **self._fields(row),
+                **self._fields(row, tag),
             )
 
     def source(self, entry_id: int) -> Any:
@@ -134,9 +138,10 @@ class Reader:
             )
         return row
 
-    def _fields(self, row: int) -> dict[str, Any]:
+    def _fields(self, row: int, tag: int) -> dict[str, Any]:
         columns = self._table.columns
         fields = {name: columns[name].item(row) for name in _ENTRY_FIELDS}
+        fields["entry_id"] += tag
         parts = self._tensors(row, PARTS)
         tensors = [part for part in parts if part.suffix != SOURCE]
         try:
