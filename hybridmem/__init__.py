@@ -6,6 +6,7 @@ from typing import Any
 from hybridmem import hdc
 from hybridmem._kernels import simd_level
 from hybridmem._layered import Layered, layered
+from hybridmem._packs import pack
 from hybridmem.attention import attend, augmented_kv, merge_attention
 from hybridmem.config import Config
 from hybridmem.errors import (
@@ -57,6 +58,7 @@ __all__ = [
     "layered",
     "merge_attention",
     "open",
+    "pack",
     "simd_level",
 ]
 

@@ -18,7 +18,7 @@ from hybridmem.memory import Floats, Memory, Question
 from hybridmem.results import Entry, Hit, Stats
 from hybridmem.store import Store
 
-__all__ = ["Layered", "layered"]
+__all__ = ["Layered", "check_alike", "layered"]
 
 Found = TypeVar("Found")
 StrPath = str | os.PathLike[str]
@@ -104,7 +104,7 @@ class Layered(Memory):
         self._tags = [0 if store is last and last.mode == "r+" else _tag(store) for store in stores]
         self._by_tag: dict[int, int] = {}
         for number, store in enumerate(stores):
-            _check_alike(stores[0], store)
+            check_alike(stores[0], store)
             if (other := self._by_tag.setdefault(_tag(store), number)) != number:
                 same = stores[other].store_id == store.store_id
                 raise ValueError(
@@ -478,12 +478,13 @@ def _tag(store: Store) -> int:
     return (int(store.store_id, 16) & _TAGS or 1) << ID_BITS
 
 
-def _check_alike(first: Store, other: Store) -> None:
+def check_alike(first: Store, other: Store) -> None:
+    """Refuse stores whose scores or whose keys and values cannot be compared."""
     for name in _COMPARED:
         one, two = getattr(first.config, name), getattr(other.config, name)
         if one != two:
             raise ValueError(
-                f"{first.path} and {other.path} cannot be layered: their {name} is {one} and {two}"
+                f"{first.path} and {other.path} cannot be layered: their {name} are {one} and {two}"
             )
     one, two = first.config.model_id, other.config.model_id
     if one is not None and two is not None and one != two:

@@ -12,8 +12,15 @@ from hybridmem._entries import ENTRIES_NAME
 from hybridmem._examine import examine
 from hybridmem._fileio import LOCK_NAME, Directory, is_temporary, path_of
 from hybridmem._manifest import INDEX_NAME
+from hybridmem._sums import SUMS_NAME
 from hybridmem.config import Config
-from hybridmem.errors import ModelMismatchError, StoreExistsError, StoreIOError, StoreNotFoundError
+from hybridmem.errors import (
+    ModelMismatchError,
+    ReadOnlyError,
+    StoreExistsError,
+    StoreIOError,
+    StoreNotFoundError,
+)
 from hybridmem.store import Store
 
 __all__ = ["create", "open"]
@@ -111,6 +118,8 @@ def open(
     Raises
     ------
     StoreNotFoundError, StoreLockedError, VersionError, CorruptStoreError, ModelMismatchError
+    ReadOnlyError
+        If a memory pack (`hybridmem.pack`) is to be written to.
     """
     if mode not in ("r", "r+"):
         raise ValueError(f'mode must be "r+" or "r", got {mode!r}')
@@ -133,9 +142,15 @@ def open(
     path = directory.path
     try:
         if mode == "r+":
-            if INDEX_NAME not in directory.names():
+            names = directory.names()
+            if INDEX_NAME not in names:
                 raise StoreNotFoundError(
                     f"no store in {path}: it has no {INDEX_NAME}; make one with hybridmem.create"
+                )
+            if SUMS_NAME in names:
+                raise ReadOnlyError(
+                    f'{path} is a memory pack, which does not change: open it with mode="r", put a '
+                    "private store over it with hybridmem.layered, or make a snapshot to write to"
                 )
             directory.lock()
         loaded = _salvaged(directory, mode, io) if salvage else _snapshot.load(directory, io)

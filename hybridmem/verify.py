@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,6 +15,7 @@ from hybridmem._codec import Tensor
 from hybridmem._examine import Examined, examine
 from hybridmem._fileio import Directory
 from hybridmem._format import PARTS
+from hybridmem._sums import check_sums
 from hybridmem.config import Config
 from hybridmem.results import Fault, Report
 
@@ -25,6 +27,8 @@ Progress = Callable[[int, int], None]
 
 def verify(store_dir: StrPath, progress: Progress | None = None) -> Report:
     """Check everything in a store, reading all of it; nothing is changed.
+
+    Of a memory pack also the checksums in SHA256SUMS.
 
     Parameters
     ----------
@@ -42,7 +46,8 @@ def verify(store_dir: StrPath, progress: Progress | None = None) -> Report:
     try:
         examined = examine(directory, progress=progress)
         examined.pool.close()
-        return _report(directory, examined)
+        report = _report(directory, examined)
+        return dataclasses.replace(report, faults=(*report.faults, *check_sums(directory)))
     finally:
         directory.close()
 

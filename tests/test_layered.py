@@ -28,9 +28,13 @@ def rng() -> np.random.Generator:
 Entry = tuple[np.ndarray, np.ndarray, int]
 
 
+def few_keys(n_distinct: int) -> np.ndarray:
+    return np.random.default_rng(2).standard_normal((n_distinct, 4, WIDTH)).astype(np.float32)
+
+
 def entries_of(rng: np.random.Generator, count: int, n_distinct: int) -> list[Entry]:
-    """Return entries of few different keys, so that many scores tie."""
-    distinct = rng.standard_normal((n_distinct, 4, WIDTH)).astype(np.float32)
+    """Return entries of few different keys, the same at each call, so that many scores tie."""
+    distinct = few_keys(n_distinct)
     made = []
     for _ in range(count):
         n_tokens = int(rng.integers(1, 3))

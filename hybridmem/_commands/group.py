@@ -7,7 +7,7 @@ import errno
 import json
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import click
@@ -25,6 +25,7 @@ __all__ = [
     "pread_option",
     "progress_bar",
     "read_store",
+    "read_stores",
     "refuse",
     "store_argument",
     "wants_json",
@@ -134,6 +135,18 @@ def pread_option(command: F) -> F:
 def read_store(path: str, io: str = "mmap") -> hybridmem.Store:
     """Open a store as a reader."""
     return hybridmem.open(path, mode="r", io=io)
+
+
+@contextlib.contextmanager
+def read_stores(paths: Sequence[str], io: str = "mmap") -> Iterator[hybridmem.Layered]:
+    """Open one or several stores as readers that answer as one."""
+    with contextlib.ExitStack() as opened:
+        stores = [opened.enter_context(read_store(path, io)) for path in paths]
+        try:
+            memory = hybridmem.layered(stores)
+        except ValueError as error:
+            refuse(str(error))
+        yield opened.enter_context(memory)
 
 
 def write_store(path: str) -> hybridmem.Store:

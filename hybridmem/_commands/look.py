@@ -21,10 +21,12 @@ from hybridmem._commands.group import (
     json_option,
     pread_option,
     read_store,
+    read_stores,
     refuse,
     store_argument,
     working,
 )
+from hybridmem._sums import SUMS_NAME
 
 FIELDS = ("entry_id", "layer_idx", "n_tokens", "importance", "timestamp", "access_count")
 _ORDERS = {
@@ -47,9 +49,11 @@ def info(store: str, io: str) -> None:
         stats = opened.stats()
         config = opened.config
         record_bytes = 40 + config.hdc_dim // 8
+        is_pack = SUMS_NAME in os.listdir(opened.path)
         document = {
             "path": str(opened.path),
             "store_id": opened.store_id,
+            "pack": is_pack,
             "config": config.to_dict(),
             "record_bytes": record_bytes,
             **{
@@ -62,6 +66,7 @@ def info(store: str, io: str) -> None:
         emit(document, text.pairs(
             [
                 ("path", opened.path),
+                *([("pack", "yes: it does not change")] * is_pack),
                 ("store id", opened.store_id),
                 ("model", config.model_id or "not named"),
                 ("generation", f"{stats.generation:,}"),
@@ -214,12 +219,14 @@ def _described(rows: npt.NDArray[np.float32]) -> str:
 
 
 @commands.command()
-@store_argument
+@click.argument("stores", metavar="STORE...", nargs=-1, required=True, type=click.Path())
 @click.option(
     "--layer", type=click.IntRange(0), help="Layer to search; that of --entry by default."
 )
 @click.option("-k", "--top-k", type=click.IntRange(1), default=5, show_default=True, help="Hits.")
-@click.option("--entry", type=click.IntRange(1), help="Ask with the keys of this entry.")
+@click.option(
+    "--entry", type=click.IntRange(1), help="Ask with the keys of this entry of the first store."
+)
 @click.option(
     "--file",
     "source",
@@ -235,7 +242,7 @@ def _described(rows: npt.NDArray[np.float32]) -> str:
 @pread_option
 @json_option
 def query(
-    store: str,
+    stores: tuple[str, ...],
     layer: int | None,
     top_k: int,
     entry: int | None,
@@ -244,14 +251,17 @@ def query(
     candidates: int | None,
     io: str,
 ) -> None:
-    """Find the entries of a layer that are most similar to some keys. Counts as no access."""
+    """Find the entries of a layer that are most similar to some keys. Counts as no access.
+
+    Several stores, such as memory packs, answer as one.
+    """
     if (entry is None) == (source is None):
         refuse("give either --entry or --file")
     if candidates is not None and rerank is None:
         refuse("--candidates needs --rerank")
-    with read_store(store, io) as opened:
+    with read_stores(stores, io) as opened:
         if entry is not None:
-            asked = entry_of(opened, entry)
+            asked = entry_of(opened.stores[0], entry)
             rows: Any = asked.keys
             layer = asked.layer_idx if layer is None else layer
         else:
@@ -262,15 +272,37 @@ def query(
             hits = opened.query(rows, layer, top_k, rerank=rerank, candidates=candidates)
         except (TypeError, ValueError) as error:
             refuse(f"the query does not fit the store: {error}")
-        found = [{**_fields(hit), "score": hit.score, "source": hit.source} for hit in hits]
+        found = []
+        for hit in hits:
+            where, entry_id = opened.locate(hit.entry_id)
+            found.append(
+                {
+                    **_fields(hit),
+                    "entry_id": entry_id,
+                    "store": str(where.path),
+                    "score": hit.score,
+                    "source": hit.source,
+                }
+            )
+    several = len(stores) > 1
     with_source = any(hit.source_json for hit in hits)
     now = time.time_ns()
     lines = text.table(
-        ("rank", "score", "id", "tokens", "importance", "age", *(["source"] * with_source)),
+        (
+            "rank",
+            "score",
+            *(["store"] * several),
+            "id",
+            "tokens",
+            "importance",
+            "age",
+            *(["source"] * with_source),
+        ),
         (
             (
                 rank,
                 f"{hit['score']:+.4f}",
+                *([hit["store"]] * several),
                 hit["entry_id"],
                 hit["n_tokens"],
                 f"{hit['importance']:.4g}",

@@ -1,7 +1,8 @@
-"""Commands that make other things of a store: snapshot, export, import."""
+"""Commands that make other things of a store: snapshot, pack, export, import."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 import click
@@ -11,6 +12,7 @@ from hybridmem import _text as text
 from hybridmem._commands.group import (
     commands,
     emit,
+    fail,
     json_option,
     progress_bar,
     read_store,
@@ -53,6 +55,37 @@ def snapshot(store: str, target: str, copy: bool) -> None:
             "copied": copy,
         },
         [f"{target} has {entries} of generation {stats.generation:,}"],
+    )
+
+
+@commands.command()
+@store_argument
+@click.argument("target", metavar="DST", type=click.Path())
+@click.option(
+    "--like",
+    metavar="STORE",
+    type=click.Path(),
+    help="Centre layers as this store does, so that the two can be layered.",
+)
+@json_option
+def pack(store: str, target: str, like: str | None) -> None:
+    """Make DST, a memory pack of what STORE holds: compacted, verified, with checksums.
+
+    A pack is shared by many readers and does not change any more. `sha256sum -c SHA256SUMS` in it
+    checks the files; so does `hybridmem verify`.
+    """
+    with contextlib.ExitStack() as opened, progress_bar("pack") as progress:
+        other = None if like is None else opened.enter_context(read_store(like))
+        try:
+            count = hybridmem.pack(store, target, like=other, progress=progress)
+        except ValueError as error:
+            fail(str(error))
+    with read_store(target) as packed:
+        n_bytes = packed.stats().disk_bytes
+        store_id = packed.store_id
+    emit(
+        {"path": target, "store_id": store_id, "entries": count, "bytes": n_bytes},
+        [f"{target} has {text.plural(count, 'entry')}, {text.size(n_bytes)}"],
     )
 
 

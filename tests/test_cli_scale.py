@@ -1,0 +1,101 @@
+"""The commands for more than one store: pack, query of several."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hybridmem
+
+pytest.importorskip("click", reason="needs click: pip install 'hybridmem[cli]'")
+
+from click.testing import CliRunner, Result
+
+from hybridmem._commands import commands
+
+WIDTH = 16
+
+
+def run(*arguments: object, code: int = 0) -> Result:
+    result = CliRunner().invoke(commands, [str(argument) for argument in arguments])
+    assert result.exit_code == code, (result.output, result.exception)
+    return result
+
+
+def document(*arguments: object, code: int = 0) -> Any:
+    return json.loads(run(*arguments, "--json", code=code).stdout)
+
+
+def make(path: Path, seed: int, **config: Any) -> Path:
+    rng = np.random.default_rng(seed)
+    with hybridmem.create(path, **{"embed_dim": WIDTH, **config}) as store:
+        for number in range(4):
+            rows = rng.standard_normal((2, 2, WIDTH)).astype(np.float32)
+            store.put(*rows, layer_idx=number % 2, source=f"{path.name} {number}")
+    return path
+
+
+def test_pack(tmp_path: Path) -> None:
+    store = make(tmp_path / "mem", 1)
+    told = document("pack", store, tmp_path / "pack")
+    with hybridmem.open(tmp_path / "pack", mode="r") as pack:
+        assert told == {
+            "path": str(tmp_path / "pack"),
+            "store_id": pack.store_id,
+            "entries": 4,
+            "bytes": sum(path.stat().st_size for path in (tmp_path / "pack").iterdir()),
+        }
+    assert document("info", tmp_path / "pack")["pack"] is True
+    assert "does not change" in run("info", tmp_path / "pack").stdout
+    assert document("info", store)["pack"] is False
+    assert document("verify", tmp_path / "pack")["ok"]
+    assert "exists" in run("pack", store, tmp_path / "pack", code=1).stderr
+    assert "memory pack" in run("delete", tmp_path / "pack", 1, code=1).stderr
+    assert "has 4 entries" in run("pack", store, tmp_path / "other").stdout
+
+
+def test_pack_like_another_store(tmp_path: Path) -> None:
+    store, like = make(tmp_path / "mem", 1), make(tmp_path / "like", 2)
+    with hybridmem.open(like) as opened:
+        opened.calibrate(0)
+        means = opened.calibration[0][0]
+    run("pack", store, tmp_path / "pack", "--like", like)
+    with hybridmem.open(tmp_path / "pack", mode="r") as pack:
+        np.testing.assert_array_equal(pack.calibration[0][0], means)
+    other = make(tmp_path / "wide", 1, embed_dim=24)
+    assert "embed_dim" in run("pack", other, tmp_path / "no", "--like", like, code=1).stderr
+
+
+def test_query_of_several_stores(tmp_path: Path) -> None:
+    paths = [make(tmp_path / name, seed) for seed, name in enumerate("abc")]
+    told = document("query", *paths, "--entry", 3, "-k", 6)
+    assert (told["layer_idx"], len(told["hits"])) == (0, 6)
+    assert told["hits"][0]["score"] == 1.0
+    assert (told["hits"][0]["store"], told["hits"][0]["entry_id"]) == (str(paths[0]), 3)
+    places = {(hit["store"], hit["entry_id"]) for hit in told["hits"]}
+    assert places == {(str(path), entry_id) for path in paths for entry_id in (1, 3)}
+    for hit in told["hits"]:
+        shown = document("show", hit["store"], hit["entry_id"])
+        assert shown["source"] == hit["source"]
+    lines = run("query", *paths, "--entry", 3).stdout.splitlines()
+    assert lines[0].split() == [
+        "rank",
+        "score",
+        "store",
+        "id",
+        "tokens",
+        "importance",
+        "age",
+        "source",
+    ]
+    assert str(paths[0]) in lines[1]
+    alone = run("query", paths[0], "--entry", 3).stdout
+    assert "store" not in alone.splitlines()[0]
+    other = make(tmp_path / "wide", 1, embed_dim=24)
+    said = run("query", paths[0], other, "--entry", 1, code=2).stderr
+    assert "cannot be layered: their embed_dim are 16 and 24" in said
+    assert "Missing argument" in run("query", "--entry", 1, code=2).stderr
