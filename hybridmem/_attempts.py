@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 #: Buffers handed to one writev; IOV_MAX is 1024 on Linux and macOS.
 IOV_MAX = 512
-_GROUP_BYTES = 8 << 20
+_GROUP_BYTES = 1 << 20
 #: Interruptions of one call after which it is taken for failed.
 _MAX_INTERRUPTIONS = 1000
 

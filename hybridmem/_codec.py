@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hybridmem import _arrays, _kernels
+from hybridmem import _arrays, _kernels, _slabs
 
 __all__ = ["Attention", "Codec", "Tensor", "group_width"]
 
@@ -238,22 +238,15 @@ def _is_layout(scale: Tensor, zero: Tensor, n_tokens: int, embed_dim: int) -> bo
 
 
 def _tensor(suffix: str, dtype: str, data: npt.NDArray[Any]) -> Tensor:
-    # Hits share this memory until it is written: it can be made writeable through no view of it.
-    for array in (data, data.base):
-        if array is not None:
-            array.flags.writeable = False
     return Tensor(suffix, dtype, (data.shape[0], data.shape[1]), data)
 
 
-def _empty(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """Return memory for a matrix, at a multiple of 64 bytes.
-
-    Vector stores across cache lines take nearly twice the time, and numpy aligns to 16.
-    """
-    size = math.prod(shape) * np.dtype(dtype).itemsize
-    raw = np.empty(size + 64, np.uint8)
-    start = -int(raw.__array_interface__["data"][0]) % 64
-    return raw[start : start + size].view(dtype).reshape(shape)
+def _small(suffix: str, data: Floats, half: bool) -> Tensor:
+    """Return a scale or a zero as it is stored."""
+    dtype, stored = ("F16", np.float16) if half else ("F32", np.float32)
+    room = _slabs.empty(data.shape, stored)
+    room.fill[...] = data
+    return _tensor(suffix, dtype, room.kept)
 
 
 # -- floats ---------------------------------------------------------------------------------------
@@ -262,30 +255,30 @@ def _empty(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
 def _round(letter: str, x: Floats, name: str, dtype: str) -> Tensor:
     """Return `x` in a float type, rounded half to even."""
     if dtype == "F32":
-        copy = _empty(x.shape, np.float32)
-        if not _kernels.copy_finite(x, copy):
+        floats = _slabs.empty(x.shape, np.float32)
+        if not _kernels.copy_finite(x, floats.fill):
             raise _arrays.not_finite(x, x, name, "float32")
-        return _tensor(letter, dtype, copy)
-    bits = _empty(x.shape, np.uint16)
+        return _tensor(letter, dtype, floats.kept)
+    bits = _slabs.empty(x.shape, np.uint16)
     if dtype == "F16":
-        if not _kernels.to_float16(x, bits):
+        if not _kernels.to_float16(x, bits.fill):
             with np.errstate(all="ignore"):
                 raise _arrays.not_finite(x, x.astype(np.float16), name, "float16")
-        return _tensor(letter, dtype, bits.view(np.float16))
-    if not _kernels.to_bfloat16(x, bits):
-        kept = np.where(np.isfinite(x), _widened(bits), np.float32(np.nan))
+        return _tensor(letter, dtype, bits.kept.view(np.float16))
+    if not _kernels.to_bfloat16(x, bits.fill):
+        kept = np.where(np.isfinite(x), _widened(bits.kept), np.float32(np.nan))
         raise _arrays.not_finite(x, kept, name, "bfloat16")
-    return _tensor(letter, dtype, bits)
+    return _tensor(letter, dtype, bits.kept)
 
 
 def _widened(x: npt.NDArray[Any]) -> Floats:
     """Return float16, or bfloat16 as uint16, as float32."""
-    out: Floats = _empty(x.shape, np.float32)
+    room = _slabs.empty(x.shape, np.float32)
     if x.dtype == np.float16:
-        _kernels.from_float16(x.view(np.uint16), out)
+        _kernels.from_float16(x.view(np.uint16), room.fill)
     else:
-        _kernels.from_bfloat16(x, out)
-    return out
+        _kernels.from_bfloat16(x, room.fill)
+    return room.kept
 
 
 # -- INT8 -----------------------------------------------------------------------------------------
@@ -294,7 +287,7 @@ def _widened(x: npt.NDArray[Any]) -> Floats:
 def _quantize(letter: str, x: Floats, name: str) -> list[Tensor]:
     """Return `x` as INT8 with its scale and zero."""
     n, d = x.shape
-    q = _empty((n, d), np.int8)
+    q = _slabs.empty((n, d), np.int8)
     by_channel = letter == "k" and n >= _CHANNEL_TOKENS
     if by_channel:
         scale, zero = np.empty((1, -(-d // 2)), np.float32), np.empty((1, d), np.float32)
@@ -304,21 +297,19 @@ def _quantize(letter: str, x: Floats, name: str) -> list[Tensor]:
 
     def fill(wide: bool) -> float:
         if by_channel:
-            return _kernels.quantize_channels(x, wide, q, scale[0], zero[0])
-        return _kernels.quantize_rows(x, _row_width(scale, d), wide, q, scale, zero)
+            return _kernels.quantize_channels(x, wide, q.fill, scale[0], zero[0])
+        return _kernels.quantize_rows(x, _row_width(scale, d), wide, q.fill, scale, zero)
 
     peak = fill(wide=False)  # nearly always right; whether it is, this pass tells
     if not math.isfinite(peak):
         raise _arrays.not_finite(x, x, name, "float32")
-    stored: npt.DTypeLike = np.float16
-    if peak != 0 and not _HALF_RANGE[0] <= peak <= _HALF_RANGE[1]:
+    half = peak == 0 or _HALF_RANGE[0] <= peak <= _HALF_RANGE[1]
+    if not half:
         fill(wide=True)
-        stored = np.float32
-    dtype = "F16" if stored == np.float16 else "F32"
     return [
-        _tensor(letter, "I8", q),
-        _tensor(f"{letter}_scale", dtype, scale.astype(stored, copy=False)),
-        _tensor(f"{letter}_zero", dtype, zero.astype(stored, copy=False)),
+        _tensor(letter, "I8", q.kept),
+        _small(f"{letter}_scale", scale, half),
+        _small(f"{letter}_zero", zero, half),
     ]
 
 
@@ -343,12 +334,12 @@ def _decoded(parts: dict[str, Tensor], letter: str) -> Floats:
 def _dequantized(q: npt.NDArray[np.int8], stored_scale: Tensor, stored_zero: Tensor) -> Floats:
     wide = stored_scale.dtype == "F32"
     scale, zero = _float32(stored_scale.data), _float32(stored_zero.data)
-    out: Floats = _empty(q.shape, np.float32)
+    room = _slabs.empty(q.shape, np.float32)
     if scale.shape == zero.shape:
-        _kernels.dequantize_rows(q, _row_width(scale, q.shape[1]), wide, scale, zero, out)
+        _kernels.dequantize_rows(q, _row_width(scale, q.shape[1]), wide, scale, zero, room.fill)
     else:
-        _kernels.dequantize_channels(q, wide, scale[0], zero[0], out)
-    return out
+        _kernels.dequantize_channels(q, wide, scale[0], zero[0], room.fill)
+    return room.kept
 
 
 def _aligned(data: npt.NDArray[Any]) -> npt.NDArray[Any]:

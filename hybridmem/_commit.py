@@ -13,9 +13,10 @@ from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
+from hybridmem import _slabs
 from hybridmem._codec import Tensor
 from hybridmem._entries import ENTRIES_NAME, Bytes, EntryTable, Rows, dead_ranges
-from hybridmem._fileio import Buffer, Directory, UnknownOutcomeError
+from hybridmem._fileio import Buffer, Directory, Piece, UnknownOutcomeError
 from hybridmem._format import HEAD_BYTES, HEADER_FIXED_BYTES, PARTS, extend_checksums, shard_name
 from hybridmem._manifest import INDEX_NAME, Manifest, ShardInfo
 from hybridmem._shards import (
@@ -49,15 +50,14 @@ class Flush:
         What is written into entries.bin.
     dead_shards : list of int
         Shards to remove afterwards.
-    spilled, accessed, marked
-        What the writer takes back if the flush fails.
+    spilled, accessed, marked : what the writer takes back if the flush fails
     written : list of ShardInfo
         Shards written so far.
     """
 
     manifest: Manifest | None
     batches: list[tuple[int, list[tuple[int, list[Tensor]]]]]
-    pieces: list[tuple[int, Sequence[Buffer]]]
+    pieces: list[Piece]
     dead_shards: list[int]
     spilled: dict[int, ShardInfo]
     accessed: set[int]
@@ -174,6 +174,7 @@ class Writer:
             self._undo(error, written)
             raise
         self._spilled.update({info.number: info for info in written})
+        _slabs.keep(max(_slabs.KEPT_BYTES, self._pending_size))  # for the next shard
         self.pending = {}
         self._pending_size = 0
         self._in_commit = False
@@ -253,6 +254,7 @@ class Writer:
     def finish(self, flush: Flush) -> None:
         """Take note that a flush is committed."""
         self.flushing = {}
+        _slabs.keep(_slabs.KEPT_BYTES)
         if flush.manifest is not None:
             n_before, n_after = self.table.n_committed, flush.manifest.n_records
             self.table.committed(n_after, self._io)
@@ -324,14 +326,12 @@ class Writer:
             numbers, counts = np.unique(column, return_counts=True)
             live: dict[int, int] = dict(zip(numbers.tolist(), counts.tolist(), strict=True))
             known = {shard.number: shard for shard in (*self.manifest.shards, *written)}
-            manifest = self._next(
-                n_records=len(rows),
-                shards=tuple(known[number] for number in live),
-                dead=(),
-            )
+            shards = tuple(known[number] for number in live)
+            manifest = self._next(n_records=len(rows), shards=shards, dead=())
             name = manifest.entries_name
             crcs: list[int] = []
-            self._directory.write_file(name, self._all_records(table, rows, signed or {}, crcs))
+            records = self._all_records(table, rows, signed or {}, crcs)
+            self._directory.write_file(name, [(0, records)])
             self._directory.sync()
             manifest = manifest.replace(entries_crc=tuple(crcs))
             self._commit(manifest)
@@ -373,7 +373,7 @@ class Writer:
         data = manifest.encode()
         self.index_bytes = len(data)
         try:
-            name = self._directory.write_temporary([data], INDEX_NAME)
+            name = self._directory.write_temporary([(0, [data])], INDEX_NAME)
         except StoreFullError:
             if self._reserve < len(data):
                 raise
@@ -464,8 +464,8 @@ class Writer:
             crcs[:] = extend_checksums(crcs, start, records)
             yield memoryview(records).cast("B")
 
-    def _access_pieces(self) -> list[tuple[int, Sequence[Buffer]]]:
-        pieces: list[tuple[int, Sequence[Buffer]]] = []
+    def _access_pieces(self) -> list[Piece]:
+        pieces: list[Piece] = []
         rows = sorted(
             row
             for entry_id in self.accessed

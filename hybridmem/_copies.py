@@ -72,7 +72,7 @@ def snapshot(
             name = shard_name(shard.number)
             try:
                 if copy:
-                    target.write_file(name, _pieces(directory, name))
+                    target.write_file(name, [(0, _pieces(directory, name))])
                 else:
                     directory.link(name, target)
             except FileNotFoundError:
@@ -87,8 +87,8 @@ def snapshot(
                     "copy the shards instead (copy=True, --copy)"
                 ) from error
         check_files(target, manifest.shards)
-        target.write_file(ENTRIES_NAME, _records(table, manifest.n_records))
-        target.write_file(INDEX_NAME, [manifest.encode()])
+        target.write_file(ENTRIES_NAME, [(0, _records(table, manifest.n_records))])
+        target.write_file(INDEX_NAME, [(0, [manifest.encode()])])
 
 
 def _records(table: EntryTable, count: int) -> Iterator[Buffer]:

@@ -15,7 +15,7 @@ import os
 import secrets
 import stat
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +29,7 @@ from hybridmem.errors import CorruptStoreError, StoreIOError, StoreLockedError
 __all__ = [
     "Buffer",
     "Directory",
+    "Piece",
     "Syscalls",
     "UnknownOutcomeError",
     "calls",
@@ -40,6 +41,9 @@ LOCK_NAME = "lock"
 _TMP_PREFIX, _TMP_SUFFIX = ".hybridmem-", ".tmp"
 #: A single write is capped by Linux at 2 GiB - 4 KiB; stay below.
 _WRITE_MAX = 1 << 30
+_AHEAD = 8 << 20  # bytes written that go to the disk while others are written
+#: What is written into a file: at an offset, buffers one after the other.
+Piece = tuple[int, Iterable[Buffer]]
 calls: Syscalls = WindowsSyscalls() if sys.platform == "win32" else Syscalls()
 
 
@@ -296,7 +300,7 @@ class Directory:
 
     # -- writing ----------------------------------------------------------------------------------
 
-    def write_temporary(self, buffers: Iterable[Buffer], what: str) -> str:
+    def write_temporary(self, pieces: Iterable[Piece], what: str) -> str:
         """Write and sync a new file under a name of its own; return that name.
 
         The file is removed again if anything fails.
@@ -309,7 +313,8 @@ class Directory:
             raise failure(error, f"making a file for {what}") from error
         try:
             try:
-                self._write(fd, buffers, 0, what)
+                for offset, buffers in pieces:
+                    self._write(fd, buffers, offset, what)
                 self._sync(fd, what, calls.fsync)
             finally:
                 _close(fd)
@@ -321,17 +326,17 @@ class Directory:
             raise
         return name
 
-    def write_file(self, name: str, buffers: Iterable[Buffer]) -> None:
+    def write_file(self, name: str, pieces: Iterable[Piece]) -> None:
         """Write, sync and name a new file. The name is durable after the next `sync`."""
-        temporary = self.write_temporary(buffers, name)
+        temporary = self.write_temporary(pieces, name)
         try:
             again(lambda: calls.rename(temporary, name, self._fd))
         except OSError as error:
             self.remove(temporary)
             raise failure(error, f"naming {self.path / name}") from error
 
-    def update_file(self, name: str, pieces: Sequence[tuple[int, Sequence[Buffer]]]) -> None:
-        """Write pieces (offset, buffers) into a file, made where missing, and sync its data."""
+    def update_file(self, name: str, pieces: Iterable[Piece]) -> None:
+        """Write into a file, made where missing, and sync its data."""
         try:
             fd = again(
                 lambda: calls.open(name, os.O_WRONLY | os.O_CREAT | O_SAFELY, 0o666, self._fd)
@@ -458,8 +463,13 @@ class Directory:
         return CorruptStoreError(f"{path} {why}", path=path)
 
     def _write(self, fd: int, buffers: Iterable[Buffer], offset: int, what: object) -> None:
+        started = offset
         for views in grouped(buffers):
             offset = self._write_all(fd, views, offset, what)
+            if offset - started >= _AHEAD:  # so that the sync at the end waits less
+                with contextlib.suppress(OSError):
+                    calls.start_writing(fd, started, offset - started)
+                started = offset
 
     @staticmethod
     def _write_all(fd: int, views: list[memoryview], offset: int, what: object) -> int:

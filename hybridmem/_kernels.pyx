@@ -120,6 +120,22 @@ cdef extern from "_simd/attend.h" nogil:
     ctypedef void (*hm_attend_fn)(const hm_attention *, const hm_rows *) noexcept nogil
     hm_attend_fn hm_attend_of(const char *level) noexcept
 
+cdef extern from *:
+    """
+    #if defined(__linux__)
+    #include <fcntl.h>
+    static void hm_start_writing(int fd, long long offset, long long length) {
+        /* Errors come back from the sync that follows. */
+        (void)sync_file_range(fd, offset, length, SYNC_FILE_RANGE_WRITE);
+    }
+    #else
+    static void hm_start_writing(int fd, long long offset, long long length) {
+        (void)fd, (void)offset, (void)length;
+    }
+    #endif
+    """
+    void hm_start_writing(int fd, long long offset, long long length) noexcept nogil
+
 cdef extern from "<string.h>" nogil:
     void *memset(void *p, int value, size_t size) noexcept
 
@@ -681,3 +697,13 @@ def attend_int8(const float[:, ::1] q not None,
         hm_free(a.scores)
     if not ready:
         raise MemoryError
+
+
+# ---------------------------------------------------------------------------------------------
+# Files
+# ---------------------------------------------------------------------------------------------
+
+def start_writing(int fd, int64_t offset, int64_t length):
+    """Have Linux begin to write a part of a file to the disk, and return; nothing elsewhere."""
+    with nogil:
+        hm_start_writing(fd, offset, length)

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from hybridmem import _source
 from hybridmem._codec import Tensor
-from hybridmem._fileio import Buffer, Directory
+from hybridmem._fileio import Buffer, Directory, Piece
 from hybridmem._format import (
     HEADER_FIXED_BYTES,
     HEADER_TENSOR_BYTES,
@@ -92,8 +92,23 @@ def write_shard(
         for entry_id, parts in entries
         if (text := _source.text_of(parts)) is not None
     }
-    head = pack_header([(t.name, t.dtype, t.shape, crc32c(t.data)) for t in tensors], sources)
-    directory.write_file(shard_name(number), [head, *(tensor.data for tensor in tensors)])
+    checksums = [0] * len(tensors)
+
+    def header() -> bytes:  # of the same length whatever the checksums are
+        described = zip(tensors, checksums, strict=True)
+        return pack_header([(t.name, t.dtype, t.shape, crc) for t, crc in described], sources)
+
+    def data() -> Iterator[Buffer]:
+        for at, tensor in enumerate(tensors):
+            checksums[at] = crc32c(tensor.data)  # and written while the processor's caches have it
+            yield tensor.data
+
+    def pieces() -> Iterator[Piece]:
+        yield len(header()), data()
+        yield 0, [header()]
+
+    directory.write_file(shard_name(number), pieces())
+    head = header()
     size = len(head) + sum(memoryview(tensor.data).nbytes for tensor in tensors)
     info = ShardInfo(number, size, crc32c(head), len(entries))
     return info, parse_header(head[8:], size - len(head))

@@ -23,7 +23,7 @@ def initialise(directory: Directory, config: Config, store_id: str | None = None
     """Make an empty store in a locked directory; it is durable on return."""
     manifest = Manifest(config=config, store_id=store_id or secrets.token_hex(16), generation=1)
     directory.update_file(ENTRIES_NAME, [])
-    directory.rename(directory.write_temporary([manifest.encode()], INDEX_NAME), INDEX_NAME)
+    directory.rename(directory.write_temporary([(0, [manifest.encode()])], INDEX_NAME), INDEX_NAME)
     directory.sync()
     return manifest
 
@@ -100,9 +100,9 @@ def rewrite(directory: Directory, loaded: Loaded) -> None:
     table = loaded.table
     manifest = loaded.manifest.replace(generation=loaded.manifest.generation + 1)
     records = table.records(np.arange(table.n_rows)).tobytes()
-    directory.write_file(manifest.entries_name, [records])
+    directory.write_file(manifest.entries_name, [(0, [records])])
     directory.sync()
-    directory.rename(directory.write_temporary([manifest.encode()], INDEX_NAME), INDEX_NAME)
+    directory.rename(directory.write_temporary([(0, [manifest.encode()])], INDEX_NAME), INDEX_NAME)
     directory.sync()
     directory.rename(manifest.entries_name, ENTRIES_NAME)
     directory.sync()

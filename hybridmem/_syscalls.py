@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from hybridmem import _kernels
+
 if sys.platform != "win32":
     import fcntl
 
@@ -40,6 +42,9 @@ class Syscalls:
 
     def writev(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
         return os.pwritev(fd, buffers, offset)
+
+    def start_writing(self, fd: int, offset: int, length: int) -> None:
+        _kernels.start_writing(fd, offset, length)
 
     def preadv(self, fd: int, buffer: Buffer, offset: int) -> int:
         return os.preadv(fd, [buffer], offset)

@@ -97,7 +97,7 @@ def export_store(
         rows = store._table.alive_rows(layer)
         directory = Directory.make(path.parent)
         try:
-            directory.write_file(path.name, _written(store, rows, progress))
+            directory.write_file(path.name, [(0, _written(store, rows, progress))])
             directory.sync()
         except SnapshotGoneError as error:
             raise SnapshotGoneError(

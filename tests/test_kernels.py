@@ -13,7 +13,7 @@ import twins
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridmem import _kernels
+from hybridmem import _kernels, _slabs
 
 EMPTY = 2**32 - 1
 
@@ -129,6 +129,21 @@ def test_copy_finite_finds_every_place(simd: str, size: int) -> None:
             broken[0, place] = bad
             assert not _kernels.copy_finite(broken, out)
             assert not _kernels.all_finite(broken)
+
+
+@pytest.mark.parametrize("size", [(1 << 16) - 1, 1 << 16, (1 << 17) + 45])
+def test_large_copies_go_around_the_caches_and_are_the_same(simd: str, size: int) -> None:
+    x = np.linspace(-3e38, 3e38, size, dtype=np.float32).reshape(1, -1)
+    for kept in (np.full(size + 64, 7, np.float32), _slabs.empty((size + 64,), np.float32).fill):
+        kept[...] = 7
+        out = kept[:size].reshape(1, -1)
+        assert _kernels.copy_finite(x, out)
+        np.testing.assert_array_equal(out, x)
+        assert (kept[size:] == 7).all()
+        for place in (0, 15, 16, size // 2, size - 33, size - 1):
+            broken = x.copy()
+            broken[0, place] = np.nan
+            assert not _kernels.copy_finite(broken, out)
 
 
 def test_nothing_is_finite() -> None:

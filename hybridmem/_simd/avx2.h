@@ -77,24 +77,32 @@ HM_T HM_INLINE __m256 hm_inner_avx2(__m256 v) {
 
 #define HM_AVX2 HM_TARGET("avx2,popcnt")
 
-HM_AVX2 static int hm_copy_finite_avx2(const float *src, float *dst, size_t n) {
+HM_AVX2 HM_INLINE int hm_copy_avx2(const float *src, float *dst, size_t n, const int stream) {
     const __m256i magnitude = _mm256_set1_epi32(0x7FFFFFFF);
     __m256i largest0 = _mm256_setzero_si256(), largest1 = largest0;
     size_t i;
     for (i = 0; i + 16 <= n; i += 16) {
         __m256i a = _mm256_loadu_si256((const __m256i *)(src + i));
         __m256i b = _mm256_loadu_si256((const __m256i *)(src + i + 8));
-        if (dst != NULL) {
+        if (stream) {
+            _mm256_stream_si256((__m256i *)(dst + i), a);
+            _mm256_stream_si256((__m256i *)(dst + i + 8), b);
+        } else if (dst != NULL) {
             _mm256_storeu_si256((__m256i *)(dst + i), a);
             _mm256_storeu_si256((__m256i *)(dst + i + 8), b);
         }
         largest0 = _mm256_max_epi32(largest0, _mm256_and_si256(a, magnitude));
         largest1 = _mm256_max_epi32(largest1, _mm256_and_si256(b, magnitude));
     }
+    if (stream) _mm_sfence();
     largest0 = _mm256_cmpgt_epi32(_mm256_max_epi32(largest0, largest1),
                                   _mm256_set1_epi32(0x7F7FFFFF));
     if (!_mm256_testz_si256(largest0, largest0)) return 0;
     return hm_copy_finite_scalar(src + i, dst == NULL ? NULL : dst + i, n - i);
+}
+
+HM_AVX2 static int hm_copy_finite_avx2(const float *src, float *dst, size_t n) {
+    return hm_streams(dst, n) ? hm_copy_avx2(src, dst, n, 1) : hm_copy_avx2(src, dst, n, 0);
 }
 
 /* Number of set bits of each byte. */

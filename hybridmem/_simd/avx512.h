@@ -76,22 +76,30 @@ HM_T HM_INLINE __m512 hm_inner_avx512(__m512 v) {
 #undef D_WIDEN
 #undef D_MEAN
 
-HM_AVX512 static int hm_copy_finite_avx512(const float *src, float *dst, size_t n) {
+HM_AVX512 HM_INLINE int hm_copy_avx512(const float *src, float *dst, size_t n, const int stream) {
     const __m512i magnitude = _mm512_set1_epi32(0x7FFFFFFF);
     __m512i largest0 = _mm512_setzero_si512(), largest1 = largest0;
     size_t i;
     for (i = 0; i + 32 <= n; i += 32) {
         __m512i a = _mm512_loadu_si512(src + i), b = _mm512_loadu_si512(src + i + 16);
-        if (dst != NULL) {
+        if (stream) {
+            _mm512_stream_si512((__m512i *)(dst + i), a);
+            _mm512_stream_si512((__m512i *)(dst + i + 16), b);
+        } else if (dst != NULL) {
             _mm512_storeu_si512(dst + i, a);
             _mm512_storeu_si512(dst + i + 16, b);
         }
         largest0 = _mm512_max_epu32(largest0, _mm512_and_si512(a, magnitude));
         largest1 = _mm512_max_epu32(largest1, _mm512_and_si512(b, magnitude));
     }
+    if (stream) _mm_sfence();
     if (_mm512_reduce_max_epu32(_mm512_max_epu32(largest0, largest1)) >= UINT32_C(0x7F800000))
         return 0;
     return hm_copy_finite_scalar(src + i, dst == NULL ? NULL : dst + i, n - i);
+}
+
+HM_AVX512 static int hm_copy_finite_avx512(const float *src, float *dst, size_t n) {
+    return hm_streams(dst, n) ? hm_copy_avx512(src, dst, n, 1) : hm_copy_avx512(src, dst, n, 0);
 }
 
 HM_AVX512 HM_INLINE __m512i hm_count_avx512(__m512i a, __m512i b) {

@@ -47,6 +47,13 @@
 #define HM_AHEAD 2048
 #define HM_LATE_AHEAD 8192
 
+/* Floats from which on copies are written around the caches, to whole lines: they are not read soon,
+ * and fetching the lines that they replace took as long again. */
+#define HM_STREAM ((size_t)1 << 16)
+HM_INLINE int hm_streams(const float *dst, size_t n) {
+    return dst != NULL && n >= HM_STREAM && ((uintptr_t)dst & 63) == 0;
+}
+
 /* Query tokens that the late-interaction kernels take at a time. */
 #define HM_TOKENS 8
 

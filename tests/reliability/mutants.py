@@ -53,7 +53,7 @@ def _pass(name: str, file: str, old: str, tests: str) -> Mutant:
 MUTANTS = (
     # -- syncs ------------------------------------------------------------------------------------
     _pass("no sync of new files", "_fileio",
-          "self._write(fd, buffers, 0, what)\n                self._sync(fd, what, calls.fsync)",
+          "                self._sync(fd, what, calls.fsync)",
           POWER.format("plain")),
     _pass("no sync of records", "_fileio",
           "                self._sync(fd, name, calls.fdatasync)", POWER.format("plain")),
@@ -69,7 +69,7 @@ MUTANTS = (
           "if flush.manifest is not None:\n            self._directory.sync()",
           POWER.format("plain")),
     _pass("no sync of names before a compaction commits", "_commit",
-          "crcs))\n            self._directory.sync()", POWER.format("evictions-one-shard")),
+          "[(0, records)])\n            self._directory.sync()", POWER.format("evictions-one-shard")),
     _pass("no sync of the commit", "_commit",
           "self._directory.rename(name, INDEX_NAME)\n        self._directory.sync()",
           POWER.format("plain")),
@@ -84,7 +84,7 @@ MUTANTS = (
           "tests/reliability/test_crash_states.py -k recovery"),
     # -- renames and order ------------------------------------------------------------------------
     Mutant("index.json written in place", "_commit",
-           "            name = self._directory.write_temporary([data], INDEX_NAME)",
+           "            name = self._directory.write_temporary([(0, [data])], INDEX_NAME)",
            "            name = INDEX_NAME\n"
            "            self._directory.update_file(name, [(0, [data])])\n"
            "            self._directory.truncate_file(name, len(data))",

@@ -67,9 +67,10 @@ def no_temporary_name(patch: pytest.MonkeyPatch) -> None:
     """index.json is written where it stands."""
     write, rename = Directory.write_temporary, Directory.rename
 
-    def in_place(self: Directory, buffers: Any, what: str) -> str:
+    def in_place(self: Directory, pieces: Any, what: str) -> str:
         if what != "index.json":
-            return write(self, buffers, what)
+            return write(self, pieces, what)
+        ((_, buffers),) = pieces
         data = b"".join(buffers)
         self.update_file(what, [(0, [data])])
         self.truncate_file(what, len(data))

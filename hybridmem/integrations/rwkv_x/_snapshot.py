@@ -39,7 +39,7 @@ def write(path: Path, state: Any, *, model_id: str, generation: int) -> None:
     )
     directory = Directory.make(path.parent)
     try:
-        temporary = directory.write_temporary([buffer.getbuffer()], os.fspath(path))
+        temporary = directory.write_temporary([(0, [buffer.getbuffer()])], os.fspath(path))
         directory.rename(temporary, path.name)
         directory.sync()
     finally:

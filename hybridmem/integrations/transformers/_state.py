@@ -72,7 +72,7 @@ def write_state(cache: HybridCache, path: os.PathLike[str] | str) -> None:
     path = Path(path).absolute()
     directory = Directory.make(path.parent)
     try:
-        temporary = directory.write_temporary([data], path.name)
+        temporary = directory.write_temporary([(0, [data])], path.name)
         directory.rename(temporary, path.name)
         directory.sync()
     finally:

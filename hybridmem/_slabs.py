@@ -1,0 +1,165 @@
+"""Memory for tensors, used again once nothing refers to it.
+
+A page that is touched for the first time costs a fault, on a virtual machine far more than copying
+into it. So what large tensors leave is kept for the next ones, up to a bound, and new memory lies
+in huge pages where the system has them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+import threading
+import weakref
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["KEPT_BYTES", "Pool", "Room", "empty", "keep"]
+
+#: What is kept for the next tensors when nothing asks for more.
+KEPT_BYTES = 64 << 20
+#: From here on memory is used again; the allocator of the process serves less well enough.
+LEAST_BYTES = 1 << 16
+_SLAB_BYTES = 32 << 20
+_HUGE_PAGE = 1 << 21
+_PAGE = mmap.PAGESIZE
+_PRIVATE: dict[str, int] = (
+    {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+)
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class Room(NamedTuple):
+    """The same memory twice: an array to fill, and a read-only one that is kept.
+
+    Nothing makes the second one writeable. The memory is free when it and all its views are gone;
+    the first must be gone by then.
+    """
+
+    fill: npt.NDArray[Any]
+    kept: npt.NDArray[Any]
+
+
+class _Slab:
+    """A stretch of memory, given back to the system with the last array over it."""
+
+    def __init__(self, size: int) -> None:
+        try:
+            self.map = mmap.mmap(-1, size + _HUGE_PAGE, **_PRIVATE)
+        except OSError as error:
+            raise MemoryError(f"no memory for {size} bytes: {error}") from error
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):  # a kernel without them
+                self.map.madvise(mmap.MADV_HUGEPAGE)
+        self.bytes: Bytes = np.frombuffer(self.map, np.uint8)
+        self.shown = memoryview(self.map).toreadonly()
+        self.used = -int(self.bytes.__array_interface__["data"][0]) % _HUGE_PAGE
+        self.end = self.used + size
+
+    def forget(self, start: int, size: int) -> None:
+        """Give pages back to the system; their addresses are not used again."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            with contextlib.suppress(OSError):  # locked in memory, say: it goes with the slab
+                self.map.madvise(mmap.MADV_DONTNEED, start, size)
+
+
+class _Piece(NamedTuple):
+    slab: _Slab
+    start: int
+    size: int
+
+
+class Pool:
+    """Hands out memory and takes it back.
+
+    Parameters
+    ----------
+    bound : int
+        Bytes that are kept at most while nothing uses them.
+    """
+
+    def __init__(self, bound: int = KEPT_BYTES) -> None:
+        self.idle_bytes = 0
+        self._bound = bound
+        #: Free pieces by size; the size that was asked for last is the last.
+        self._idle: OrderedDict[int, list[_Piece]] = OrderedDict()
+        #: Pieces in use, by the number of the reference that tells when they are not.
+        self._out: dict[int, tuple[weakref.ref[Any], _Piece]] = {}
+        self._slab: _Slab | None = None
+        # Re-entrant: a garbage collection within the lock may return memory.
+        self._lock = threading.RLock()
+
+    def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Room:
+        """Return memory for an array, at a multiple of 64 bytes: vector stores want whole lines."""
+        kind = np.dtype(dtype)
+        count = math.prod(shape)
+        nbytes = count * kind.itemsize
+        if nbytes < LEAST_BYTES:
+            raw: Bytes = np.empty(nbytes + 64, np.uint8)
+            start = -int(raw.__array_interface__["data"][0]) % 64
+            shown = memoryview(raw).toreadonly()
+        else:
+            slab, start, _ = piece = self._take(_rounded(nbytes))
+            raw, shown = slab.bytes, slab.shown
+        # The first array over a buffer: each view of it holds this one, and it the buffer.
+        owner = np.frombuffer(shown, kind, count, start)
+        if nbytes >= LEAST_BYTES:
+            reference = weakref.ref(owner, self._returned)
+            self._out[id(reference)] = reference, piece
+        return Room(raw[start : start + nbytes].view(kind).reshape(shape), owner.reshape(shape))
+
+    def keep(self, bound: int) -> None:
+        """Keep at most so many bytes from now on."""
+        with self._lock:
+            self._bound = bound
+            self._shrink()
+
+    def _take(self, size: int) -> _Piece:
+        with self._lock:
+            if pieces := self._idle.get(size):
+                self.idle_bytes -= size
+                self._idle.move_to_end(size)
+                return pieces.pop()
+            if size > _SLAB_BYTES // 4:
+                slab = _Slab(size)
+            else:
+                if self._slab is None or self._slab.end - self._slab.used < size:
+                    self._slab = _Slab(_SLAB_BYTES)
+                slab = self._slab
+            slab.used += size
+            return _Piece(slab, slab.used - size, size)
+
+    def _returned(self, reference: weakref.ref[Any]) -> None:
+        with self._lock:
+            _, piece = self._out.pop(id(reference))
+            self._idle.setdefault(piece.size, []).append(piece)
+            self._idle.move_to_end(piece.size)
+            self.idle_bytes += piece.size
+            self._shrink()
+
+    def _shrink(self) -> None:
+        """Give back what is beyond the bound, sizes first that were not asked for lately."""
+        while self.idle_bytes > self._bound:
+            size, pieces = next(iter(self._idle.items()))
+            if not pieces:
+                del self._idle[size]
+                continue
+            self.idle_bytes -= size
+            piece = pieces.pop(0)
+            piece.slab.forget(piece.start, size)
+
+
+def _rounded(nbytes: int) -> int:
+    """Return the next of sixteen sizes between two powers of two: whole pages, so found again."""
+    step = max(_PAGE, 1 << (nbytes.bit_length() - 5))
+    return -(-nbytes // step) * step
+
+
+_pool = Pool()
+empty = _pool.empty
+keep = _pool.keep
