@@ -100,6 +100,7 @@ def versus(benchmark: Any) -> Callable[..., None]:
     versus(title, ours, others, floor=(name, call), per={name: repeats}, rounds=n); `per` says how
     often a call repeats what is measured, "" stands for ours. What is timed is a call right after
     another of the same (`again`): each finds the processor's caches as it leaves them itself.
+    `before` is called first in each round.
     """
 
     def run(
@@ -111,12 +112,15 @@ def versus(benchmark: Any) -> Callable[..., None]:
         per: dict[str, int] | None = None,
         rounds: int = 15,
         again: bool = True,
+        before: Callable[[], object] | None = None,
     ) -> None:
         calls = dict(others) | ({floor[0]: floor[1]} if floor else {})
         taken: dict[str, list[float]] = {name: [] for name in calls}
         repeats = per or {}
 
         def in_turn() -> None:
+            if before is not None:
+                before()
             for name, call in calls.items():
                 if again:
                     call()

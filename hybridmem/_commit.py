@@ -116,10 +116,7 @@ class Writer:
 
     @property
     def is_broken(self) -> bool:
-        """Whether a write failed for good, or a change or commit was cut short by an interrupt.
-
-        Asked with both locks held: no change or commit can be under way.
-        """
+        """Whether a write failed, or a change or commit was cut short; asked with both locks."""
         return self.failure is not None or self._changing or self._in_commit
 
     def check_whole(self) -> None:
@@ -174,7 +171,7 @@ class Writer:
             self._undo(error, written)
             raise
         self._spilled.update({info.number: info for info in written})
-        _slabs.keep(max(_slabs.KEPT_BYTES, self._pending_size))  # for the next shard
+        _slabs.keep(max(_slabs.KEPT_BYTES, self._pending_size))
         self.pending = {}
         self._pending_size = 0
         self._in_commit = False
@@ -254,7 +251,8 @@ class Writer:
     def finish(self, flush: Flush) -> None:
         """Take note that a flush is committed."""
         self.flushing = {}
-        _slabs.keep(_slabs.KEPT_BYTES)
+        if flush.batches and not flush.spilled:  # less than a shard is put at a time
+            _slabs.keep(_slabs.KEPT_BYTES)
         if flush.manifest is not None:
             n_before, n_after = self.table.n_committed, flush.manifest.n_records
             self.table.committed(n_after, self._io)

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from hybridmem import _arrays, _copies, _html, _snapshot, _source, _wear
+from hybridmem import _arrays, _copies, _html, _slabs, _snapshot, _source, _wear
 from hybridmem import _text as text
 from hybridmem._codec import Codec, Tensor
 from hybridmem._entries import EntryTable
@@ -318,6 +318,7 @@ class Reader:
     def _release(self) -> None:
         self._closed = True
         self._pool.close()
+        _slabs.keep(_slabs.KEPT_BYTES)
         self._table.close()
         self._signatures.clear()
         self._directory.close()
