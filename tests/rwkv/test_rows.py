@@ -242,6 +242,17 @@ def test_layers_are_centred_by_their_first_tokens(checkpoint: Path, tmp_path: Pa
         assert memory.store.calibration == {}
 
 
+def test_a_layer_that_cannot_be_centred_is_named(checkpoint: Path, tmp_path: Path) -> None:
+    """Entries of index keys, which are not stored, cannot be signed anew."""
+    model = load(checkpoint, 8)
+    with rwkv_x.attach(model, tmp_path / "mem", centre_tokens=40) as memory:
+        rows = np.ones((4, memory.store.config.embed_dim), np.float32)
+        memory.store.put(rows, rows, 1, index_keys=-rows)
+        with pytest.warns(RuntimeWarning, match=r"layer 1 of .*uncentred.*index_keys"):
+            run(model, text(60), [60])
+        assert set(memory.store.calibration) == {0}
+
+
 def test_everything_is_still_found_while_centring(checkpoint: Path, tmp_path: Path) -> None:
     tokens = text(150)
     model = load(checkpoint, 8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 
 import numpy as np
 from torch import Tensor
@@ -48,10 +49,14 @@ class Centring:
             self._store.calibrate(
                 layer, keys=sums.keys / sums.count, queries=sums.queries / sums.count
             )
-        except ValueError:
-            # Someone else has calibrated it, or INT8 keys gave other signatures than the ones that
-            # were put: the layer stays as it is.
-            return
+        except ValueError as error:
+            if layer not in self._store.calibration:  # else it is only that another was first
+                warnings.warn(
+                    f"layer {layer} of {self._store!r} stays uncentred, and searches of it will "
+                    f"find less: {error}",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
 
 
 class _Sums:
