@@ -34,7 +34,7 @@ def make(path: Path, seed: int, **config: Any) -> Path:
     rng = np.random.default_rng(seed)
     with hybridmem.create(path, **{"embed_dim": WIDTH, **config}) as store:
         for number in range(4):
-            rows = rng.standard_normal((2, 2, WIDTH)).astype(np.float32)
+            rows = rng.standard_normal((2, 2, store.config.embed_dim)).astype(np.float32)
             store.put(*rows, layer_idx=number % 2, source=f"{path.name} {number}")
     return path
 
