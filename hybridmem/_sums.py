@@ -23,7 +23,7 @@ _PIECE_BYTES = 8 << 20
 def write_sums(directory: Directory) -> None:
     """Write the checksums of all files there are."""
     lines = [f"{_sum_of(directory, name)}  {name}\n" for name in sorted(directory.names())]
-    directory.write_file(SUMS_NAME, ["".join(lines).encode()])
+    directory.write_file(SUMS_NAME, [(0, ["".join(lines).encode()])])
 
 
 def check_sums(directory: Directory) -> Iterator[Fault]:
