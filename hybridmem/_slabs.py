@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
+import os
 import threading
 import weakref
 from collections import OrderedDict
@@ -119,6 +120,10 @@ class Pool:
             self._bound = bound
             self._shrink()
 
+    def after_fork(self) -> None:
+        """Replace a lock that another thread of the parent may have held."""
+        self._lock = threading.RLock()
+
     def _take(self, size: int) -> _Piece:
         with self._lock:
             if pieces := self._idle.get(size):
@@ -163,3 +168,5 @@ def _rounded(nbytes: int) -> int:
 _pool = Pool()
 empty = _pool.empty
 keep = _pool.keep
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_pool.after_fork)

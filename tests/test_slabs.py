@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -172,3 +174,25 @@ def test_tensors_of_an_entry_lie_there(codec: Codec, monkeypatch: pytest.MonkeyP
     codec.encode(-keys, -keys)
     for array, same in zip(decoded, before, strict=True):
         np.testing.assert_array_equal(array, same)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_a_child_that_was_forked_meanwhile_gets_memory() -> None:
+    held, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with _slabs._pool._lock:
+            held.set()
+            done.wait(30)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert held.wait(30)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(5)  # ends a child that waits for a lock nobody holds any more
+        _slabs.empty(SHAPE, np.float32).fill[...] = 1
+        os._exit(0)
+    done.set()
+    thread.join()
+    assert os.waitpid(child, 0)[1] == 0
