@@ -28,9 +28,13 @@ class GatheredRows:
 
     Attributes
     ----------
+    held : Conversation
+        The conversation after the last token.
     waiting : Rows
         The rows that wait for a whole chunk, in a memory of their own: they travel with the state.
     """
+
+    held: Conversation
 
     def __init__(
         self,
@@ -61,10 +65,12 @@ class GatheredRows:
             self._append(waiting)
         self._view()
 
-    def fits(self, found: Found, cache: Tensor) -> bool:
-        """Whether these are still the rows to attend to, and a token finds room behind them."""
+    def fits(self, cache: Tensor, found: Found | None = None) -> bool:
+        """Whether they are of this cache and of what a new search found, with room for a token."""
         return (
-            self._key == found.key and self._cache is cache and self._waiting < len(self._own.keys)
+            self._cache is cache
+            and self._waiting < len(self._own.keys)
+            and (found is None or self._key == found.key)
         )
 
     @property
@@ -117,30 +123,24 @@ class Gathered:
         self._bytes = 0
         self._lock = threading.Lock()
 
-    def of(
-        self, plain: Any, held: Conversation, found: Found, cache: tuple[Tensor, Tensor]
-    ) -> GatheredRows:
-        """Return the rows to attend to; they are the caller's until `keep`.
+    def take(self, layer: int, plain: Any) -> GatheredRows | None:
+        """Return the rows that were kept for this very object, if they still are.
 
-        Parameters
-        ----------
-        plain : dict or None
-            What the state holds; only rows kept for this very object are used again.
-        held : Conversation
-            The same, read.
-        found : Found
-        cache : tuple of Tensor
-            Keys and values of upstream, each `[1, n, width]`.
+        They are the caller's until it keeps them again.
         """
         with self._lock:
-            _, rows = self._rows.pop((found.layer, id(plain)), (None, None))
-            self._bytes -= rows.nbytes if rows is not None else 0
-        if rows is not None and rows.fits(found, cache[0]):
-            return rows
+            _, rows = self._rows.pop((layer, id(plain)), (None, None))
+            if rows is not None:
+                self._bytes -= rows.nbytes
+        return rows
+
+    def make(self, held: Conversation, found: Found, cache: tuple[Tensor, Tensor]) -> GatheredRows:
+        """Bring together what a search found, keys and values of upstream, and what waits."""
         return GatheredRows(found, self._found.of(found), cache, held, self._chunk)
 
-    def keep(self, layer: int, plain: Any, rows: GatheredRows) -> None:
-        """Keep rows for the token that finds this state."""
+    def keep(self, layer: int, plain: Any, held: Conversation, rows: GatheredRows) -> None:
+        """Keep rows for the token that finds this state, which is `held`."""
+        rows.held = held
         with self._lock:
             self._rows[layer, id(plain)] = (plain, rows)
             self._bytes += rows.nbytes

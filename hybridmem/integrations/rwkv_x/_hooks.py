@@ -111,21 +111,26 @@ def _with_state(run: Callable[..., Any], current: _Current) -> Callable[..., Any
 
 
 def _decode(layer: int, att: Any, x: Tensor, state: dict[str, Any], tier: Tier) -> Tensor:
-    before = state.get(STATE_KEY)
-    held = tier.begin(state)
+    rows = tier.gathered.take(layer, state.get(STATE_KEY))
+    held = tier.begin(state) if rows is None else rows.held
     position = held.seen
     x = x.view(1, -1)
     query, key, value = att.receptance(x), att.key(x), att.value(x)
     cache = (state["k_cache"], state["v_cache"])
-    held, runs = tier.find(layer, held, query, cache[0][0])
-    rows = tier.gathered.of(before, held, runs[0][2], cache)
+    passed = tier.pass_on(layer, held, query) if rows is not None else None
+    if rows is not None and passed is not None and rows.fits(cache[0]):
+        held = passed
+    else:
+        held, runs = tier.find(layer, held, query, cache[0][0])
+        if rows is None or not rows.fits(cache[0], runs[0][2]):
+            rows = tier.gathered.make(held, runs[0][2], cache)
     rows.append(Rows(key, value, torch.tensor([[position, UNKNOWN]], dtype=torch.float64)))
     mixed = rows.attend(query, att.n_head)
     tier.centring.learn(layer, key, query)
     settled = tier.settle(layer, held.replace(waiting=rows.waiting))
     tier.end(state, settled)
     if settled.waiting is rows.waiting:  # else a chunk has left
-        tier.gathered.keep(layer, state[STATE_KEY], rows)
+        tier.gathered.keep(layer, state[STATE_KEY], settled, rows)
     return att.output(mixed.view(-1))
 
 

@@ -117,6 +117,17 @@ class Tier:
 
     # -- search -----------------------------------------------------------------------------------
 
+    def pass_on(self, layer: int, held: Conversation, queries: Tensor) -> Conversation | None:
+        """Move on by tokens of which none searches; None where one does."""
+        if self._points(layer, held, len(queries)):
+            return None
+        recent = torch.cat((held.queries, queries))
+        return held.replace(seen=held.seen + len(queries), queries=self._kept(recent))
+
+    def _kept(self, recent: Tensor) -> Tensor:
+        """The queries that the next search asks with, beside its own."""
+        return recent[max(0, len(recent) - self._query_tokens + 1) :]
+
     def find(
         self, layer: int, held: Conversation, queries: Tensor, cache: Tensor
     ) -> tuple[Conversation, list[tuple[int, int, Found]]]:
@@ -138,7 +149,7 @@ class Tier:
         """
         m = int(queries.shape[0])
         points = self._points(layer, held, m)
-        recent = torch.cat((held.queries, queries)) if len(held.queries) else queries
+        recent = torch.cat((held.queries, queries))
         last = self._finding(layer, held, cache, tuple(held.hits.tolist()), held.mark)
         runs = []
         if not points or points[0] > 0:
@@ -156,7 +167,7 @@ class Tier:
             last = found[-1]
         held = held.replace(
             seen=held.seen + m,
-            queries=recent[max(0, len(recent) - self._query_tokens + 1) :],
+            queries=self._kept(recent),
             hits=torch.tensor(last.ids, dtype=torch.int64) if points else held.hits,
             searched=len(held.entries) if points else held.searched,
             mark=last.mark,
