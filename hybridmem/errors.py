@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 __all__ = [
     "CorruptStoreError",
     "EntryNotFoundError",
     "HybridMemError",
     "ModelMismatchError",
+    "PartitionError",
+    "PartitionFullError",
     "ReadOnlyError",
     "SnapshotGoneError",
     "StoreClosedError",
@@ -109,3 +113,21 @@ class StoreFullError(StoreIOError):
 
 class SnapshotGoneError(HybridMemError):
     """The writer has removed a file of this reader's snapshot: `refresh()` and ask again."""
+
+
+class PartitionError(HybridMemError):
+    """Partitions of a cluster did not answer, or did not do what they were asked, in time.
+
+    Attributes
+    ----------
+    partitions : tuple of str
+        Those that failed.
+    """
+
+    def __init__(self, message: str, partitions: Iterable[str] = ()) -> None:
+        super().__init__(message)
+        self.partitions = tuple(partitions)
+
+
+class PartitionFullError(PartitionError, StoreFullError):
+    """No space is left for partitions of a cluster; what was put is kept until the next flush."""

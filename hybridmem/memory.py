@@ -140,7 +140,7 @@ class Memory(abc.ABC):
             rerank=rerank, candidates=candidates, n_heads=n_heads, max_run=max_run, newest=newest,
             approximate=approximate,
         )  # fmt: skip
-        return Hits(self._hits_of(question)[0])
+        return _listed(self._hits_of(question)[0])
 
     def query_many(
         self,
@@ -179,7 +179,7 @@ class Memory(abc.ABC):
                 raise ValueError(f"rerank_query: got {len(given)} for {len(rows)} queries")
             exact = [self._rows(one, f"rerank_query {at}") for at, one in enumerate(given)]
         question = self._question(rows, layer_idx, top_k, entry_ids, exact, **options)
-        return [Hits(hits) for hits in self._hits_of(question)]
+        return [_listed(hits) for hits in self._hits_of(question)]
 
     def query_stored(
         self, query: Any, layer_idx: int, top_k: int = 5, *, entry_ids: Any = None, **options: Any
@@ -357,3 +357,7 @@ class Memory(abc.ABC):
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _listed(hits: list[Hit]) -> Hits:
+    return hits if isinstance(hits, Hits) else Hits(hits)

@@ -103,7 +103,15 @@ class Hit(_Stored):
 
 
 class Hits(list[Hit]):
-    """What a query found, best first: a list, which a notebook shows as a table."""
+    """What a query found, best first: a list, which a notebook shows as a table.
+
+    Attributes
+    ----------
+    missing : tuple of str
+        Partitions of a cluster that did not answer, where that was to be reported and not raised.
+    """
+
+    missing: tuple[str, ...] = ()
 
     def _repr_html_(self) -> str:
         has_source = any(hit.source_json for hit in self)

@@ -147,11 +147,11 @@ class Store(Finder):
         chunks = prepared()
         self._make_room(chunks)  # what can fail comes before the first is inserted
         with self._lock:
-            writer = self._writing()
+            self._writing()
             if self._signatures.centres is not centres:  # calibrated meanwhile
                 chunks = prepared()
             ids = [
-                self._insert(writer, chunk, layer, weight)
+                self._insert(chunk, layer, weight, time.time_ns())
                 for chunk, weight in zip(chunks, weights, strict=True)
             ]
             if ids:
@@ -176,8 +176,8 @@ class Store(Finder):
                 writer.spill(self.config)
                 self._unflushable = False
 
-    def _insert(self, writer: _commit.Writer, chunk: Chunk, layer: int, importance: float) -> int:
-        entry_id = writer.next_entry_id
+    def _insert(self, chunk: Chunk, layer: int, importance: float, timestamp: int) -> int:
+        entry_id = (writer := self._writing()).next_entry_id
         if entry_id >= 1 << 64:
             raise StoreIOError("all entry ids of this store are used; go on in a new one")
         # In this order whoever reads after an interrupt finds nothing that is incomplete.
@@ -189,7 +189,7 @@ class Store(Finder):
                 layer_idx=layer,
                 n_tokens=chunk.n_tokens,
                 importance=importance,
-                timestamp=time.time_ns(),
+                timestamp=timestamp,
                 padding=chunk.padding,
             )
             self._signatures.add(layer, entry_id, chunk.n_tokens, chunk.signature)

@@ -1,0 +1,230 @@
+"""A memory over several machines, on Ray Core.
+
+Entries are spread over partitions: stores on the disks of nodes, each held by an actor. All of them
+together answer as one store would.
+
+    from hybridmem.integrations import ray as hm
+    memory = hm.create("/data/mem", partitions=8, embed_dim=3584)    # or hm.open("/data/mem")
+
+See docs/scale.md.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+from hybridmem.config import Config
+from hybridmem.errors import StoreExistsError, StoreNotFoundError
+from hybridmem.integrations.ray import _actors
+from hybridmem.integrations.ray._actors import START_S, Disk, Places
+from hybridmem.integrations.ray._cluster import Cluster
+from hybridmem.integrations.ray._owners import Owner, Owners, Replica
+from hybridmem.integrations.ray._remote import check_url
+
+__all__ = ["Cluster", "create", "open"]
+
+_FORMAT = {"format": "hybridmem-cluster", "format_version": 1}
+
+
+def create(
+    root: str,
+    *,
+    partitions: int,
+    replicas: int = 1,
+    route: str = "layer",
+    remote: str | None = None,
+    config: Config | None = None,
+    deadline_s: float = 5.0,
+    write_deadline_s: float = 60.0,
+    on_missing: str = "raise",
+    max_inflight_bytes: int = 64 << 20,
+    max_unflushed_bytes: int = 256 << 20,
+    search_threads: int = 2,
+    **fields: Any,
+) -> Cluster:
+    """Make a new memory on the disks of all nodes of the Ray cluster, and open it for writing.
+
+    Parameters
+    ----------
+    root : str
+        A directory on every node's own disk, made where missing. Environment variables in it are
+        expanded on each node.
+    partitions : int
+        Fixed for ever: take some more than nodes.
+    replicas : int, default 1
+        Nodes that hold each partition.
+    route : {"layer", "hash"}, default "layer"
+        "layer" puts layer n into partition n modulo `partitions`: a query asks one partition.
+        "hash" spreads the entries of each layer over all partitions by their ids: all search at the
+        same time.
+    remote : str, optional
+        A URL that fsspec knows, such as "s3://bucket/mem" (`pip install 'hybridmem[remote]'`):
+        every flush copies there what is new, and `repair` fetches partitions whose disks are gone.
+    config : Config, optional
+    deadline_s : float, default 5
+        Seconds in which a query is answered, whatever happens.
+    write_deadline_s : float, default 60
+        Seconds for a flush, and for a put that waits for room.
+    on_missing : {"raise", "report"}, default "raise"
+        What a query does without the answer of a partition: raise PartitionError, or name it in
+        `Hits.missing`.
+    max_inflight_bytes : int, default 64 MiB
+        Keys and values on their way to partitions; a put waits where it would be more.
+    max_unflushed_bytes : int, default 256 MiB
+        Keys and values kept here for each partition until they are durable there; a put flushes
+        where it would be more.
+    search_threads : int, default 2
+        Searches that a partition runs at the same time.
+    **fields
+        Fields of `Config`, `embed_dim` among them, where no `config` is given.
+
+    Raises
+    ------
+    StoreExistsError
+        If there is one.
+    PartitionError
+        If a node did not make its part.
+    TypeError, ValueError
+        If an argument is invalid, or there are fewer disks than replicas.
+    """
+    if config is None:
+        config = Config(**fields)
+    elif fields:
+        raise TypeError(f"give a config or its fields, not both: got config and {sorted(fields)}")
+    if config.max_entries or config.max_disk_bytes:
+        raise ValueError(
+            "max_entries and max_disk_bytes must be 0: a cluster evicts nothing; delete entries"
+        )
+    for name, value in (("partitions", partitions), ("replicas", replicas)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name}: got {value!r}, want an integer of at least 1")
+    _check(route=(route, ("layer", "hash")), on_missing=(on_missing, ("raise", "report")))
+    if remote is not None:
+        check_url(remote)
+    found, without = _actors.disks(root, make=True, seconds=START_S)
+    if len(found) < replicas:
+        raise ValueError(
+            f"replicas: got {replicas}, but there are {len(found)} disks: "
+            f"{[str(disk) for disk in found]}{_reasons(without)}"
+        )
+    for disk in found:
+        if disk.about is not None or disk.partitions:
+            raise StoreExistsError(f"{disk} holds a cluster; open it, or give another directory")
+    about = {
+        **_FORMAT,
+        "cluster_id": secrets.token_hex(16),
+        "partitions": partitions,
+        "replicas": replicas,
+        "route": route,
+        "remote": remote,
+    }
+    places = Places(root, about, "r+", search_threads)
+    for disk in found:
+        _actors.claim(disk, about)
+    owners = []
+    for number in range(partitions):
+        chosen = [found[(number + turn) % len(found)] for turn in range(replicas)]
+        owners.append(Owner(number, [_replica(places, disk, number) for disk in chosen]))
+    limits = (write_deadline_s, max_inflight_bytes, max_unflushed_bytes)
+    return _opened(places, owners, limits, deadline_s, on_missing, config)
+
+
+def open(
+    root: str,
+    mode: str = "r+",
+    *,
+    deadline_s: float = 5.0,
+    write_deadline_s: float = 60.0,
+    on_missing: str = "raise",
+    max_inflight_bytes: int = 64 << 20,
+    max_unflushed_bytes: int = 256 << 20,
+    search_threads: int = 2,
+) -> Cluster:
+    """Open a memory from what is on the disks of the nodes that are up.
+
+    Parameters
+    ----------
+    root : str
+        As it was given to `create`.
+    mode : {"r+", "r"}
+        One writer, or any number of readers.
+    deadline_s, write_deadline_s, on_missing, max_inflight_bytes, max_unflushed_bytes, \
+search_threads
+        As for `create`.
+
+    Raises
+    ------
+    StoreNotFoundError
+        If there is none on any node.
+    StoreLockedError
+        If another writer has it open.
+    """
+    if mode not in ("r", "r+"):
+        raise ValueError(f'mode must be "r+" or "r", got {mode!r}')
+    _check(on_missing=(on_missing, ("raise", "report")))
+    found, without = _actors.disks(root, make=False, seconds=START_S)
+    abouts = {disk.about["cluster_id"]: disk.about for disk in found if disk.about is not None}
+    if not abouts:
+        raise StoreNotFoundError(f"no cluster in {root} on any node{_reasons(without)}")
+    if len(abouts) > 1:
+        raise ValueError(f"root: nodes hold different clusters in {root}: {sorted(abouts)}")
+    (about,) = abouts.values()
+    places = Places(root, about, mode, search_threads)
+    owners = []
+    for number in range(about["partitions"]):
+        chosen = [disk for disk in found if number in disk.partitions]
+        owners.append(Owner(number, [_replica(places, disk, number) for disk in chosen]))
+    limits = (write_deadline_s, max_inflight_bytes, max_unflushed_bytes)
+    return _opened(places, owners, limits, deadline_s, on_missing, None)
+
+
+def _check(**given: tuple[str, tuple[str, ...]]) -> None:
+    for name, (value, known) in given.items():
+        if value not in known:
+            raise ValueError(f"{name}: got {value!r}, want one of {known}")
+
+
+def _reasons(without: dict[str, str]) -> str:
+    return "".join(f"; {host}: {why}" for host, why in without.items())
+
+
+def _replica(places: Places, disk: Disk, number: int) -> Replica:
+    return Replica(number, disk, places.start(disk, number))
+
+
+def _opened(
+    places: Places,
+    owners: list[Owner],
+    limits: tuple[float, int, int],
+    deadline_s: float,
+    on_missing: str,
+    config: Config | None,
+) -> Cluster:
+    """Take up what the disks hold, or make stores of a configuration."""
+    write_deadline_s, max_inflight_bytes, max_unflushed_bytes = limits
+    made = Owners(
+        owners,
+        replicas=places.about["replicas"],
+        remote=places.remote,
+        write_deadline_s=write_deadline_s,
+        max_inflight_bytes=max_inflight_bytes,
+        max_unflushed_bytes=max_unflushed_bytes,
+    )
+    try:
+        if config is not None:
+            made.everywhere("create", config)
+        joined = made.join(reading=places.mode == "r")
+        cluster = Cluster(
+            made,
+            places=places,
+            config=joined.config,
+            next_id=joined.next_entry_id,
+            deadline_s=deadline_s,
+            on_missing=on_missing,
+        )
+        cluster._settle_calibration()
+    except BaseException:
+        made.end()
+        raise
+    return cluster

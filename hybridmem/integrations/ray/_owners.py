@@ -1,0 +1,466 @@
+"""Asking partitions, and telling them what was put: with deadlines, and whatever fails.
+
+Each partition has a journal of what its replicas may not have on disk yet. Whoever was started
+again, or missed something, says that it is behind, and is given the journal before it is asked
+once more. The journal gets shorter when all replicas have flushed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import ray
+from ray.exceptions import RayError
+
+from hybridmem.errors import (
+    HybridMemError,
+    PartitionError,
+    PartitionFullError,
+    StoreFullError,
+    StoreLockedError,
+)
+from hybridmem.integrations.ray._actors import Disk, partition_name
+from hybridmem.integrations.ray._partition import Op, State
+
+__all__ = ["Job", "Owner", "Owners", "Replica"]
+
+Key = TypeVar("Key", bound=Hashable)
+#: Seconds between looks at answers, and before a replica that failed is asked again.
+_TICK, _PAUSE = 0.1, 0.05
+#: Seconds in which replicas begin, and in which they end.
+_BEGIN_S, _END_S = 60.0, 10.0
+
+
+@dataclasses.dataclass(eq=False)
+class Replica:
+    """A replica of a partition, and the actor that holds it."""
+
+    number: int
+    disk: Disk
+    actor: Any
+    #: Whether others have committed what it has not, which is written down on their disks.
+    left_behind: bool = False
+
+    def __str__(self) -> str:
+        return f"{partition_name(self.number)} at {self.disk}"
+
+    def call(self, group: str, method: str, *args: Any) -> Any:
+        """Begin a call of the partition."""
+        return self.actor.call.options(concurrency_group=group).remote(method, *args)
+
+
+@dataclasses.dataclass(eq=False)
+class Owner:
+    """All replicas of a partition, the one to ask first in front."""
+
+    number: int
+    replicas: list[Replica]
+    #: Number of the last operation, and those that may not be durable, with their numbers.
+    last: int = 0
+    journal: deque[tuple[int, Op]] = dataclasses.field(default_factory=deque)
+    journal_bytes: int = 0
+    view: int = 0
+
+    def __str__(self) -> str:
+        return partition_name(self.number)
+
+    def add(self, op: Op) -> None:
+        """Take down an operation."""
+        self.last += 1
+        self.journal.append((self.last, op))
+        self.journal_bytes += op.nbytes
+
+    def shorten(self, last: int) -> None:
+        """Let go of what is durable."""
+        while self.journal and self.journal[0][0] <= last:
+            self.journal_bytes -= self.journal.popleft()[1].nbytes
+
+
+@dataclasses.dataclass(eq=False)
+class Job:
+    """A call that one of some replicas is to answer."""
+
+    key: Any
+    owner: Owner
+    replicas: Sequence[Replica]
+    call: Callable[[Replica, float], Any]
+    turn: int = 0
+    hedged: bool = False
+    failure: Exception | None = None
+
+
+class Owners:
+    """The partitions of a cluster, as their one writer or a reader sees them. Thread-safe.
+
+    Parameters
+    ----------
+    replicas : int
+        How many each partition is to have.
+    remote : str or None
+        Where a copy of each commit goes.
+    write_deadline_s : float
+        For puts that wait for room, and flushes.
+    max_inflight_bytes, max_unflushed_bytes : int
+        Bytes on their way to a partition, over all of them, and of the journal of each partition.
+    """
+
+    def __init__(
+        self,
+        owners: Sequence[Owner],
+        *,
+        replicas: int,
+        remote: str | None,
+        write_deadline_s: float,
+        max_inflight_bytes: int,
+        max_unflushed_bytes: int,
+    ) -> None:
+        self.all = list(owners)
+        self.replicas = replicas
+        self.lock = threading.RLock()
+        #: Held while replicas commit, or come and go.
+        self.committing = threading.RLock()
+        self.remote = remote
+        self.write_deadline_s = write_deadline_s
+        self._max_inflight = max_inflight_bytes
+        self._max_unflushed = max_unflushed_bytes
+        self._inflight: dict[Any, tuple[Owner, int]] = {}
+
+    # -- beginning and ending ---------------------------------------------------------------------
+
+    def join(self, reading: bool) -> State:
+        """Take up every replica that is up to date, and give up those that were left behind.
+
+        Returns
+        -------
+        State
+            Of some partition, with the highest next id of all.
+        """
+        states, failed = self.gather(self.jobs("state"), _BEGIN_S)
+        for error in failed.values():
+            if isinstance(error, StoreLockedError):
+                raise error
+        if not states:
+            raise failures("opening", failed)
+        for owner in self.all:
+            up = {one: states[one] for one in owner.replicas if one in states}
+            if up:
+                best = max(up.values(), key=lambda state: state[1:4])
+                owner.view = best.view
+                self.give_up(
+                    owner, [one for one in owner.replicas if not _equal(up.get(one), best)]
+                )
+        if not reading:
+            self.everywhere("catch_up", [], 0)
+        next_id = max(state.next_entry_id for state in states.values())
+        some: State = next(iter(states.values()))
+        return some._replace(next_entry_id=next_id)
+
+    def give_up(self, owner: Owner, replicas: Sequence[Replica]) -> None:
+        """Let go of replicas."""
+        for one in replicas:
+            with self.lock:
+                owner.replicas.remove(one)
+            ray.kill(one.actor, no_restart=True)
+
+    def jobs(self, method: str, *args: Any, of: Sequence[Owner] | None = None) -> list[Job]:
+        """Return calls of a method of every replica."""
+        return [
+            Job(one, owner, [one], lambda at, _: at.call("put", method, *args))
+            for owner in (self.all if of is None else of)
+            for one in owner.replicas
+        ]
+
+    def everywhere(self, method: str, *args: Any, of: Sequence[Owner] | None = None) -> Any:
+        """Call a method of every replica; return the answers.
+
+        Raises
+        ------
+        PartitionError
+            Naming those that failed.
+        """
+        answers, failed = self.gather(self.jobs(method, *args, of=of), _BEGIN_S)
+        if failed:
+            raise failures(method, failed)
+        return answers
+
+    def take_in(self, owner: Owner, replica: Replica) -> State:
+        """Let one more replica of a partition answer, and tell it what its commit lacks."""
+        alone = Owner(owner.number, [replica])
+        with self.lock:
+            ops, last = list(owner.journal), owner.last
+            self.everywhere("catch_up", ops, last, of=[alone])
+            owner.replicas.append(replica)
+        state: State = self.everywhere("state", of=[alone])[replica]
+        return state
+
+    def end(self) -> None:
+        """Close what is open, as far as that goes, and end the actors."""
+        self.gather(self.jobs("close"), min(self.write_deadline_s, _END_S))
+        for owner in self.all:
+            self.give_up(owner, list(owner.replicas))
+
+    # -- asking -----------------------------------------------------------------------------------
+
+    def read(
+        self, wanted: Mapping[int, tuple[Any, ...]], seconds: float
+    ) -> tuple[dict[int, Any], dict[int, Exception]]:
+        """Ask partitions; return the answers, and why there is none.
+
+        Parameters
+        ----------
+        wanted : mapping of int to tuple
+            By partition: the method `read_...` and its arguments.
+        """
+        jobs = [
+            Job(number, owner, list(owner.replicas), _reading(owner, args))
+            for number, args in wanted.items()
+            for owner in [self.all[number]]
+        ]
+        return self.gather(jobs, seconds)
+
+    def gather(
+        self, jobs: Iterable[Job], seconds: float
+    ) -> tuple[dict[Any, Any], dict[Any, Exception]]:
+        """Wait for the answer of each job, from whichever replica, until the deadline.
+
+        Raises
+        ------
+        TypeError, ValueError, KeyError
+            As a partition answered.
+        """
+        begun = time.monotonic()
+        ends = begun + seconds
+        answers: dict[Any, Any] = {}
+        failed: dict[Any, Exception] = {}
+        pending: dict[Any, tuple[Job, Replica, bool]] = {}
+        again: list[tuple[float, Job]] = []
+        waiting = {job.key: job for job in jobs}
+
+        def ask(job: Job, now: float) -> None:
+            replica = job.replicas[job.turn % len(job.replicas)]
+            pending[job.call(replica, max(0.0, ends - now))] = (job, replica, False)
+
+        for job in list(waiting.values()):
+            if job.replicas:
+                ask(job, begun)
+            else:
+                job.failure = PartitionError(f"{job.owner} is on no node that is up")
+        while (pending or again) and waiting and (now := time.monotonic()) < ends:
+            for due, job in [one for one in again if one[0] <= now]:
+                again.remove((due, job))
+                ask(job, now)
+            if pending:
+                ready, _ = ray.wait(
+                    list(pending), num_returns=len(pending), timeout=min(_TICK, ends - now)
+                )
+            else:
+                ready = []
+                time.sleep(min(_PAUSE, ends - now))
+            for ref in ready:
+                job, replica, caught_up = pending.pop(ref)
+                if job.key not in waiting:
+                    continue
+                kind, value = _outcome(ref)
+                if kind == "ok" and not caught_up:
+                    answers[job.key] = value
+                    del waiting[job.key]
+                    self._prefer(job.owner, replica)
+                elif kind == "ok":
+                    pending[job.call(replica, ends - time.monotonic())] = (job, replica, False)
+                elif kind == "behind":
+                    pending[self._catch_up(job.owner, replica)] = (job, replica, True)
+                elif kind == "error" and (
+                    isinstance(value, KeyError) or not isinstance(value, HybridMemError)
+                ):
+                    raise value
+                else:
+                    job.failure = value
+                    job.turn += 1
+                    if kind == "gone" or job.turn < len(job.replicas):
+                        again.append((time.monotonic() + _PAUSE, job))
+                    else:
+                        failed[job.key] = value
+                        del waiting[job.key]
+            if now - begun > seconds / 2:
+                for job, replica, _ in list(pending.values()):
+                    if job.key in waiting and not job.hedged and len(job.replicas) > 1:
+                        job.hedged = True
+                        job.turn = job.replicas.index(replica) + 1
+                        ask(job, now)
+        for key, job in waiting.items():
+            failed[key] = job.failure or PartitionError(
+                f"no answer within {seconds:g} s from {', '.join(map(str, job.replicas))}"
+            )
+        return answers, failed
+
+    def _catch_up(self, owner: Owner, replica: Replica) -> Any:
+        with self.lock:
+            return replica.call("put", "catch_up", list(owner.journal), owner.last)
+
+    def _prefer(self, owner: Owner, replica: Replica) -> None:
+        with self.lock:
+            if owner.replicas[0] is not replica and replica in owner.replicas:
+                owner.replicas.remove(replica)
+                owner.replicas.insert(0, replica)
+
+    # -- telling ----------------------------------------------------------------------------------
+
+    def make_room(self, owner: Owner, nbytes: int) -> None:
+        """Wait until an operation of so many bytes may be sent to a partition.
+
+        Raises
+        ------
+        PartitionError
+            If partitions did not take what they were sent, or could not flush, in time.
+        """
+        if owner.journal_bytes + nbytes > self._max_unflushed and owner.journal:
+            self.flush([owner])
+        ends = time.monotonic() + self.write_deadline_s
+        self._reap(0)
+        while self._inflight and nbytes + self.inflight_bytes > self._max_inflight:
+            left = ends - time.monotonic()
+            if left <= 0:
+                slow = sorted({str(one) for one, _ in self._inflight.values()})
+                raise PartitionError(
+                    f"{', '.join(slow)} did not take what was put within "
+                    f"{self.write_deadline_s:g} s; nothing more was put",
+                    partitions=slow,
+                )
+            self._reap(min(_TICK, left))
+
+    @property
+    def inflight_bytes(self) -> int:
+        """Bytes on their way to partitions."""
+        return sum(nbytes for _, nbytes in self._inflight.values())
+
+    def _reap(self, seconds: float) -> None:
+        if self._inflight:
+            refs = list(self._inflight)
+            ready, _ = ray.wait(
+                refs, num_returns=1 if seconds else len(refs), timeout=seconds, fetch_local=False
+            )
+            for ref in ready:
+                # Whatever failed is found when the partition is asked, or flushed: it is behind.
+                del self._inflight[ref]
+
+    def tell(self, owner: Owner, op: Op) -> None:
+        """Send an operation to all replicas; whoever misses it is given it later."""
+        with self.lock:
+            owner.add(op)
+            for replica in owner.replicas:
+                ref = replica.call("put", "apply", owner.last, op)
+                self._inflight[ref] = (owner, op.nbytes)
+
+    def flush(
+        self, owners: Sequence[Owner] | None = None, method: str = "flush", *args: Any
+    ) -> Any:
+        """Let every replica of partitions commit what they were told.
+
+        Returns
+        -------
+        dict of Replica to object
+            What each answered.
+
+        Raises
+        ------
+        PartitionError
+            Naming each replica that did not, and why. What is not durable on all replicas stays in
+            the journal: flush again.
+        """
+        with self.committing:
+            return self._flush(self.all if owners is None else owners, method, args)
+
+    def _flush(self, chosen: Sequence[Owner], method: str, args: tuple[Any, ...]) -> Any:
+        with self.lock:
+            last = {owner.number: owner.last for owner in chosen}
+            jobs = [
+                Job(replica, owner, [replica], _writing(owner, method, args))
+                for owner in chosen
+                for replica in owner.replicas
+            ]
+        answers, failed = self.gather(jobs, self.write_deadline_s)
+        done = [
+            owner
+            for owner in chosen
+            if owner.replicas and not any(one in failed for one in owner.replicas)
+        ]
+        unsent: dict[Any, Exception] = {}
+        if self.remote is not None:
+            sending = [
+                Job(owner, owner, owner.replicas[:1], _sending(self.remote)) for owner in done
+            ]
+            _, unsent = self.gather(sending, self.write_deadline_s)
+        for owner in chosen:
+            if owner in done and owner not in unsent:
+                with self.lock:
+                    owner.shorten(last[owner.number])
+            self._note(owner, [one for one in owner.replicas if one in failed])
+        short = {
+            owner: PartitionError(
+                f"it has {len(owner.replicas)} of {self.replicas} replicas; repair() makes others"
+            )
+            for owner in chosen
+            if len(owner.replicas) < self.replicas
+        }
+        if failed or short or unsent:
+            raise failures(method, {**failed, **short, **unsent})
+        return answers
+
+    def _note(self, owner: Owner, behind: Sequence[Replica]) -> None:
+        """Write down on the disks of replicas which of them have the last commit."""
+        new = [one for one in behind if not one.left_behind]
+        caught_up = [one for one in owner.replicas if one.left_behind and one not in behind]
+        current = [one for one in owner.replicas if one not in behind]
+        if not current or not (new or caught_up):
+            return
+        owner.view += bool(new)
+        told = current if new else caught_up
+        jobs = [
+            Job(one, owner, [one], lambda at, _: at.call("commit", "set_view", owner.view))
+            for one in told
+        ]
+        _, failed = self.gather(jobs, self.write_deadline_s)
+        for one in owner.replicas:
+            one.left_behind = one in behind or (one.left_behind and one in failed)
+
+
+def failures(what: str, failed: Mapping[Any, Exception]) -> PartitionError:
+    """Return the error that names all that failed."""
+    full = all(isinstance(error, StoreFullError) for error in failed.values())
+    kind = PartitionFullError if full else PartitionError
+    said = "; ".join(f"{where}: {type(why).__name__}: {why}" for where, why in failed.items())
+    return kind(f"{what} failed: {said}", partitions=[str(where) for where in failed])
+
+
+def _equal(state: State | None, best: State) -> bool:
+    return state is not None and (state.view, state.digest) == (best.view, best.digest)
+
+
+def _reading(owner: Owner, args: tuple[Any, ...]) -> Callable[[Replica, float], Any]:
+    method, *rest = args
+    return lambda replica, left: replica.call(
+        "search", "read", owner.last, left, method, tuple(rest)
+    )
+
+
+def _sending(url: str) -> Callable[[Replica, float], Any]:
+    return lambda replica, _: replica.call("commit", "upload", url)
+
+
+def _writing(owner: Owner, method: str, args: tuple[Any, ...]) -> Callable[[Replica, float], Any]:
+    return lambda replica, left: replica.call("commit", method, owner.last, left, *args)
+
+
+def _outcome(ref: Any) -> tuple[str, Any]:
+    """Return what came of a call: "ok", "behind", "error", or "gone" where nobody answered."""
+    try:
+        kind, value = ray.get(ref)
+    except RayError as error:
+        first = (str(error).splitlines() or [""])[0]
+        return "gone", PartitionError(f"{type(error).__name__}: {first}")
+    return kind, value

@@ -1,0 +1,73 @@
+"""Nodes of a Ray cluster on this machine, each with a directory for its disk."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HOW = "needs Ray: pip install 'hybridmem[ray]'"
+ray: Any = pytest.importorskip("ray", reason=HOW)
+
+#: Offline, on loopback, with short paths of sockets.
+_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_ENABLE_METRICS_COLLECTION": "0",
+}
+_STORE_BYTES = 80 << 20
+#: A node whose processes were killed is known to be gone after some seconds, not half a minute.
+_SYSTEM = {"health_check_period_ms": 1000, "health_check_failure_threshold": 3}
+
+
+class Nodes:
+    """A cluster whose nodes can be added and killed."""
+
+    def __init__(self, disks: Path) -> None:
+        from ray.cluster_utils import Cluster
+
+        os.environ.update(_ENVIRONMENT)
+        self._sockets = tempfile.TemporaryDirectory(prefix="hm", dir="/tmp")
+        os.environ["RAY_TMPDIR"] = self._sockets.name
+        self.disks = disks
+        self._by_name: dict[str, Any] = {}
+        for attempt in range(3):
+            self._cluster = Cluster()
+            try:
+                self.add("head", include_dashboard=False, _system_config=_SYSTEM)
+                break
+            except Exception:  # Ray gives a node 30 s to start, which a busy machine may not make
+                self._cluster.shutdown()
+                if attempt == 2:
+                    raise
+        ray.init(address=self._cluster.address, log_to_driver=False, logging_level="ERROR")
+
+    def add(self, name: str, disk: str | None = None, **options: Any) -> None:
+        """Start a node, on a disk of its own name where no other is given."""
+        path = self.disks / (disk or name)
+        path.mkdir(exist_ok=True)
+        self._by_name[name] = self._cluster.add_node(
+            num_cpus=1,
+            object_store_memory=_STORE_BYTES,
+            env_vars={"HYBRIDMEM_DISK": str(path)},
+            **options,
+        )
+
+    def ids(self) -> dict[str, str]:
+        """Return the Ray ids of the nodes that were not killed."""
+        return {name: node.node_id for name, node in self._by_name.items()}
+
+    def kill(self, name: str) -> None:
+        """Kill a node: its raylet, and with it all of its processes."""
+        self._cluster.remove_node(self._by_name.pop(name), allow_graceful=False)
+
+    def stop(self) -> None:
+        """End all of it."""
+        ray.shutdown()
+        self._cluster.shutdown()
+        del os.environ["RAY_TMPDIR"]
+        self._sockets.cleanup()

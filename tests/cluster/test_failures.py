@@ -1,0 +1,242 @@
+"""Actors and nodes that die, hang, or have no space: named, waited for, or replaced."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import hybridmem
+
+from .helpers import (
+    CONFIG,
+    LAYERS,
+    answers,
+    at,
+    fill_disk,
+    free_disk,
+    matrix,
+    pid,
+    put,
+    replicas,
+    stopped,
+)
+from .nodes import HOW, Nodes
+
+ray: Any = pytest.importorskip("ray", reason=HOW)
+
+
+@pytest.fixture
+def create(nodes: Nodes, root: str) -> Iterator[Callable[..., Any]]:
+    """Make clusters; they are ended however the test leaves them."""
+    from hybridmem.integrations import ray as hm
+
+    made: list[Any] = []
+
+    def create(**options: Any) -> Any:
+        options = {"partitions": 2, "deadline_s": 20, "write_deadline_s": 20} | options
+        made.append(hm.create(root, **options, **CONFIG))
+        return made[-1]
+
+    yield create
+    for memory in made:
+        memory._owners.end()
+
+
+def test_killed_actor_opens_again_and_has_all_that_was_put(create: Any) -> None:
+    memory = create(route="hash")
+    put(memory, range(30))
+    memory.flush()
+    ids = put(memory, range(30, 45))
+    memory.delete(3)
+    wanted = answers(memory)
+    before = pid(at(memory, 1))
+    ray.kill(at(memory, 1), no_restart=False)
+    assert answers(memory) == wanted
+    assert pid(at(memory, 1)) != before
+    assert len(memory) == 44
+    ray.kill(at(memory, 0), no_restart=False)  # and so does a flush
+    memory.flush()
+    assert not any(owner.journal for owner in memory._owners.all)
+    ray.kill(at(memory, 0), no_restart=False)
+    assert answers(memory) == wanted
+    assert memory.get(ids[-1]).keys.tobytes() == matrix(44).tobytes()
+
+
+def test_slow_partition_is_named_at_the_deadline(create: Any) -> None:
+    memory = create(route="hash", deadline_s=1.0)
+    put(memory, range(30))
+    wanted = answers(memory)
+    memory.deadline_s = 20
+    with stopped(at(memory, 1)):
+        memory.deadline_s = 1.0
+        begun = time.monotonic()
+        with pytest.raises(hybridmem.PartitionError, match="partition-0001") as caught:
+            memory.query(matrix(1000, 1), 0)
+        assert 0.4 < time.monotonic() - begun < 2
+        assert caught.value.partitions == ("partition-0001",)
+        memory.on_missing = "report"
+        hits = memory.query(matrix(1000, 1), 0, 50)
+        assert hits.missing == ("partition-0001",)
+        left = [one for one in wanted[0] if one[0] % 2 != 1]
+        assert [(hit.entry_id, hit.score) for hit in hits] == [one[:2] for one in left]
+        assert memory.query_layers({0: matrix(1000, 1)})[0].missing == ("partition-0001",)
+        with pytest.raises(hybridmem.PartitionError, match="partition-0001"):
+            len(memory)
+    memory.deadline_s = 20
+    assert answers(memory) == wanted
+    assert memory.query(matrix(1000, 1), 0).missing == ()
+
+
+def test_layers_of_other_partitions_are_not_missed(create: Any) -> None:
+    memory = create(route="layer", on_missing="report")
+    put(memory, range(30))
+    with stopped(at(memory, 1)):
+        memory.deadline_s = 1.0
+        found = memory.query_layers({layer: matrix(1, 1) for layer in range(LAYERS)})
+        assert [found[layer].missing for layer in range(LAYERS)] == [(), ("partition-0001",), ()]
+        assert [len(found[layer]) for layer in range(LAYERS)] == [5, 0, 5]
+
+
+def test_another_replica_answers_for_a_slow_one(create: Any) -> None:
+    memory = create(replicas=2, partitions=2, route="hash")
+    put(memory, range(30))
+    wanted = answers(memory)
+    with stopped(at(memory, 0)):
+        memory.deadline_s = 4.0
+        assert answers(memory) == wanted
+        begun = time.monotonic()
+        assert answers(memory) == wanted
+        assert time.monotonic() - begun < 2  # it is not asked first any more
+
+
+def test_full_disk_of_one_partition_is_named(create: Any) -> None:
+    memory = create(route="hash")
+    put(memory, range(30))
+    memory.flush()
+    put(memory, range(30, 60))
+    wanted = answers(memory)
+    fill_disk(at(memory, 1))
+    with pytest.raises(hybridmem.PartitionFullError, match="partition-0001") as caught:
+        memory.flush()
+    assert isinstance(caught.value, hybridmem.StoreFullError)
+    assert len(caught.value.partitions) == 1
+    assert answers(memory) == wanted
+    assert [len(owner.journal) for owner in memory._owners.all] == [0, 15]
+    ray.kill(at(memory, 1), no_restart=False)  # with what the full disk did not take
+    assert answers(memory) == wanted
+    memory.flush()
+    assert [len(owner.journal) for owner in memory._owners.all] == [0, 0]
+
+
+def test_put_that_a_full_disk_refused_is_never_passed_over(create: Any) -> None:
+    memory = create(partitions=1, shard_max_bytes=1000)
+    put(memory, range(3))
+    fill_disk(at(memory, 0))
+    put(memory, range(3, 9))  # shards are full: they are to be written
+    with pytest.raises(hybridmem.PartitionFullError, match="no space left"):
+        answers(memory)
+    with pytest.raises(hybridmem.PartitionFullError):
+        memory.flush()
+    free_disk(at(memory, 0))
+    assert sum(map(len, answers(memory))) == 9
+    memory.flush()
+
+
+def test_puts_wait_for_a_partition_that_does_not_take_them(create: Any) -> None:
+    chunk = matrix(1, 64)
+    room = 10 * 2 * chunk.nbytes
+    memory = create(partitions=1, write_deadline_s=1.0, max_inflight_bytes=room)
+    taken = []
+    with stopped(at(memory, 0)):
+        begun = time.monotonic()
+        for _ in range(10):
+            taken.append(memory.put(chunk, chunk, 0))
+        assert memory._owners.inflight_bytes == room
+        with pytest.raises(hybridmem.PartitionError, match="partition-0000"):
+            memory.put(chunk, chunk, 0)
+        assert 0.9 < time.monotonic() - begun < 5
+    assert sorted(hit.entry_id for hit in memory.query(chunk, 0, 50)) == taken
+    memory.put(chunk, chunk, 0)
+    assert len(memory) == 11
+
+
+def test_puts_flush_what_is_too_much_to_keep(create: Any) -> None:
+    chunk = matrix(1, 64)
+    memory = create(partitions=1, max_unflushed_bytes=5 * 2 * chunk.nbytes)
+    for _ in range(20):
+        memory.put(chunk, chunk, 0)
+        assert memory._owners.all[0].journal_bytes <= 5 * 2 * chunk.nbytes
+    assert memory.stats().unflushed_bytes <= 5 * 2 * chunk.nbytes
+    assert len(memory) == 20
+
+
+def test_flush_names_the_replica_that_did_not(create: Any, root: str) -> None:
+    from hybridmem.integrations import ray as hm
+
+    memory = create(replicas=2, partitions=2, route="hash")
+    put(memory, range(20))
+    memory.flush()
+    put(memory, range(20, 30))
+    fill_disk(at(memory, 1, 1))
+    behind = str(replicas(memory, 1)[1])
+    with pytest.raises(hybridmem.PartitionFullError) as caught:
+        memory.flush()
+    assert caught.value.partitions == (behind,)
+    wanted = answers(memory)
+    memory._owners.end()  # as if this process died: what is on the disks differs
+    memory = hm.open(root, deadline_s=20)
+    try:
+        assert answers(memory) == wanted
+        assert [len(one) for one in memory.replicas()] == [2, 1]
+        with pytest.raises(hybridmem.PartitionError, match=r"1 of 2 replicas"):
+            memory.flush()
+        (made,) = memory.repair()
+        assert made.startswith("partition-0001")
+        memory.flush()
+        ray.kill(at(memory, 1, 0), no_restart=False)
+        assert answers(memory) == wanted
+    finally:
+        memory._owners.end()
+
+
+def test_second_writer_is_refused_and_readers_are_not(create: Any, root: str) -> None:
+    from hybridmem.integrations import ray as hm
+
+    memory = create(route="hash")
+    put(memory, range(30))
+    memory.flush()
+    wanted = answers(memory)
+    with pytest.raises(hybridmem.StoreLockedError):
+        hm.open(root)
+    with hm.open(root, mode="r", deadline_s=20) as reader:
+        assert answers(reader) == wanted
+        assert reader.store_id == memory.store_id
+        put(memory, range(30, 33))
+        memory.flush()
+        assert len(reader) == 30
+        assert reader.refresh()
+        assert answers(reader) == answers(memory)
+        with pytest.raises(hybridmem.ReadOnlyError):
+            reader.put(matrix(1), matrix(1), 0)
+    memory.close()
+    with pytest.raises(hybridmem.StoreClosedError):
+        memory.query(matrix(1), 0)
+    with hm.open(root, deadline_s=20) as again:
+        assert sum(map(len, answers(again))) == 33
+        assert put(again, range(33, 34)) == [34]
+
+
+def test_what_is_found_outlives_the_cluster(create: Any) -> None:
+    memory = create(route="hash")
+    put(memory, range(30))
+    big = matrix(1, 4000)
+    one = memory.put(big, big, 7)
+    (hit,) = memory.query(big, 7, 1)
+    assert hit.entry_id == one
+    assert not hit.keys.flags.writeable
+    assert not hit.keys.flags.owndata  # in the object store
+    memory.close()
+    assert hit.keys.tobytes() == big.tobytes()
