@@ -7,6 +7,7 @@ from hybridmem import hdc
 from hybridmem._kernels import simd_level
 from hybridmem._layered import Layered, layered
 from hybridmem._packs import pack
+from hybridmem._sessions import Session, Sessions, sessions
 from hybridmem.attention import attend, augmented_kv, merge_attention
 from hybridmem.config import Config
 from hybridmem.errors import (
@@ -45,6 +46,8 @@ __all__ = [
     "PartitionError",
     "PartitionFullError",
     "ReadOnlyError",
+    "Session",
+    "Sessions",
     "SnapshotGoneError",
     "Stats",
     "Store",
@@ -63,6 +66,7 @@ __all__ = [
     "merge_attention",
     "open",
     "pack",
+    "sessions",
     "simd_level",
 ]
 

@@ -13,6 +13,7 @@ written:
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -156,14 +157,19 @@ class Codec:
 
     @staticmethod
     def attend(entries: Sequence[Sequence[Tensor]], state: Attention) -> None:
-        """Go on with attention over the tensors of some entries of one store as they are stored."""
+        """Go on with attention over the tensors of some entries as they are stored.
+
+        Entries of layered stores may be stored in different forms.
+        """
         parts = [{tensor.suffix: tensor for tensor in tensors} for tensors in entries]
-        if parts and parts[0]["k"].dtype == "F32":
-            keys, values = (tuple(_aligned(one[letter].data) for one in parts) for letter in "kv")
+        for wide, some in itertools.groupby(parts, lambda one: one["k"].dtype == "F32"):
+            if not wide:
+                for one in some:
+                    Codec._attend_narrow(one, state)
+                continue
+            rows = [(_aligned(one["k"].data), _aligned(one["v"].data)) for one in some]
+            keys, values = zip(*rows, strict=True)
             _kernels.attend(state.query, keys, values, *state.shape, *state.running)
-            return
-        for one in parts:
-            Codec._attend_narrow(one, state)
 
     @staticmethod
     def _attend_narrow(parts: dict[str, Tensor], state: Attention) -> None:

@@ -1,4 +1,4 @@
-"""The commands for more than one store: pack, query of several."""
+"""The commands for more than one store: pack, query of several, sessions, drop."""
 
 from __future__ import annotations
 
@@ -99,3 +99,38 @@ def test_query_of_several_stores(tmp_path: Path) -> None:
     said = run("query", paths[0], other, "--entry", 1, code=2).stderr
     assert "cannot be layered: their embed_dim are 16 and 24" in said
     assert "Missing argument" in run("query", "--entry", 1, code=2).stderr
+
+
+def test_sessions(tmp_path: Path) -> None:
+    root = tmp_path / "agents"
+    assert run("sessions", root).stdout == f"no sessions in {root}\n"
+    for seed, name in enumerate(("alice", "bob", "carol")):
+        make(root / name, seed)
+    told = document("sessions", root)["sessions"]
+    assert [(one["name"], one["entries"], one["tokens"]) for one in told] == [
+        ("alice", 4, 8),
+        ("bob", 4, 8),
+        ("carol", 4, 8),
+    ]
+    assert told[0]["path"] == str(root / "alice")
+    (root / "bob" / "index.json").write_text("{")
+    lines = run("sessions", root).stdout.splitlines()
+    assert lines[0].split() == ["name", "entries", "tokens", "size", "last", "used"]
+    assert ["damaged" in line for line in lines if "bob" in line] == [True]
+    assert document("sessions", root)["sessions"][1]["error"]
+
+
+def test_drop(tmp_path: Path) -> None:
+    root = tmp_path / "agents"
+    for seed, name in enumerate(("alice", "bob", "carol")):
+        make(root / name, seed)
+    n_bytes = document("sessions", root)["sessions"][0]["disk_bytes"]
+    told = document("drop", root, "alice", "alice", "--dry-run")
+    assert told == {"dry_run": True, "dropped": ["alice"], "bytes": n_bytes}
+    assert "nothing dropped" in run("drop", root, "alice", "eve", code=1).stderr
+    assert sorted(path.name for path in root.iterdir()) == ["alice", "bob", "carol"]
+    with hybridmem.open(root / "bob"):
+        assert "open for writing elsewhere" in run("drop", root, "bob", code=5).stderr
+    assert run("drop", root, "alice", "bob").stdout.startswith("dropped 2 sessions, ")
+    assert [path.name for path in root.iterdir()] == ["carol"]
+    assert "no session '../carol'" in run("drop", root, "../carol", code=1).stderr
