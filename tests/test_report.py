@@ -13,6 +13,7 @@ import pytest
 
 import hybridmem
 from hybridmem import hdc, report
+from hybridmem._text import moment
 from hybridmem.report import charts, facts
 
 WIDTH = 32
@@ -128,6 +129,8 @@ def test_the_page_stands_alone_and_names_what_it_shows(
         assert title in text
     assert f"{told.stats.tokens:,}" in text
     assert told.store_id in text
+    for time, _ in (told.growth[0], told.growth[-1]):  # within an hour: to the second
+        assert moment(time)[11:19] in checker.text
     assert "prefers-color-scheme: dark" in page
     for svg in re.findall(r"<svg.*?</svg>", page, re.S):
         root = ElementTree.fromstring(svg)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import itertools
 import os
 import shutil
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,12 +23,16 @@ from .histories import CONFIG
 
 @dataclasses.dataclass
 class Case:
-    """A store that is open, what it holds, and one operation on it."""
+    """A store that is open, what it holds, and one operation on it.
+
+    `after` is what it holds after the operation, `done` what it would if that had succeeded.
+    """
 
     store: Any
     book: Book
     act: Callable[[], object]
     after: Callable[[], State]
+    done: Callable[[], State]
 
 
 def _base(root: Path) -> tuple[Any, Book]:
@@ -45,14 +51,16 @@ def _flush(root: Path) -> Case:
     store.delete(2)
     book.drop([2])
     book.query(store, 1)
-    return Case(store, book, store.flush, book.state)
+    return Case(store, book, store.flush, book.state, book.state)
 
 
 def _spill(root: Path) -> Case:
     store, book = _base(root)
     book.put(store)
     book.put(store)
-    return Case(store, book, lambda: book.put(store), book.state)
+    planned = copy.deepcopy(book)
+    planned.put(types.SimpleNamespace(put=lambda *_, **__: book.used + 1))
+    return Case(store, book, lambda: book.put(store), book.state, planned.state)
 
 
 def _evict(root: Path) -> Case:
@@ -65,14 +73,14 @@ def _evict(root: Path) -> Case:
         kept.counts = {i: n for i, n in book.counts.items() if i not in gone}
         return kept.state()
 
-    return Case(store, book, lambda: store.evict(2), after)
+    return Case(store, book, lambda: store.evict(2), after, after)
 
 
 def _compact(root: Path) -> Case:
     store, book = _base(root)
     store.delete(2)
     book.drop([2])
-    return Case(store, book, store.compact, book.state)
+    return Case(store, book, store.compact, book.state, book.state)
 
 
 OPERATIONS: dict[str, Callable[[Path], Case]] = {

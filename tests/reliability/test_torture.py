@@ -36,6 +36,13 @@ def test_what_is_missed_or_wrong_fails_the_run(
     assert lines[3] == "not reached: less"
     monkeypatch.setattr(torture, "PARTS", parts[:2])
     assert main([]) == 0
-    monkeypatch.setattr(torture, "PARTS", [("wrong", 0.1, wrong)])
-    with pytest.raises(AssertionError, match="lost"):
-        main([])
+    monkeypatch.setattr(torture, "PARTS", [("wrong", 0.1, wrong), *parts[:1]])
+    capsys.readouterr()
+    assert main([]) == 1
+    told = capsys.readouterr()
+    assert "AssertionError: lost" in told.err
+    assert [line.rpartition(" [")[0] or line for line in told.out.splitlines()] == [
+        "wrong: A FAULT WAS FOUND",
+        "there: there: 5 of 5",
+        "not reached: wrong",
+    ]
