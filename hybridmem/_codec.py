@@ -244,15 +244,8 @@ def _is_layout(scale: Tensor, zero: Tensor, n_tokens: int, embed_dim: int) -> bo
 
 
 def _tensor(suffix: str, dtype: str, data: npt.NDArray[Any]) -> Tensor:
+    data.flags.writeable = False
     return Tensor(suffix, dtype, (data.shape[0], data.shape[1]), data)
-
-
-def _small(suffix: str, data: Floats, half: bool) -> Tensor:
-    """Return a scale or a zero as it is stored."""
-    dtype, stored = ("F16", np.float16) if half else ("F32", np.float32)
-    room = _slabs.empty(data.shape, stored)
-    room.fill[...] = data
-    return _tensor(suffix, dtype, room.kept)
 
 
 # -- floats ---------------------------------------------------------------------------------------
@@ -309,14 +302,21 @@ def _quantize(letter: str, x: Floats, name: str) -> list[Tensor]:
     peak = fill(wide=False)  # nearly always right; whether it is, this pass tells
     if not math.isfinite(peak):
         raise _arrays.not_finite(x, x, name, "float32")
-    half = peak == 0 or _HALF_RANGE[0] <= peak <= _HALF_RANGE[1]
-    if not half:
+    tensors = [_tensor(letter, "I8", q.kept)]
+    is_wide = peak != 0 and not _HALF_RANGE[0] <= peak <= _HALF_RANGE[1]
+    if is_wide:
         fill(wide=True)
-    return [
-        _tensor(letter, "I8", q.kept),
-        _small(f"{letter}_scale", scale, half),
-        _small(f"{letter}_zero", zero, half),
-    ]
+    dtype = "F32" if is_wide else "F16"
+    for ending, wide in (("scale", scale), ("zero", zero)):
+        tensors.append(_tensor(f"{letter}_{ending}", dtype, wide if is_wide else _halved(wide)))
+    return tensors
+
+
+def _halved(x: Floats) -> npt.NDArray[np.float16]:
+    """Return as float16 what is exact in it; numpy takes as long as the quantising."""
+    bits = np.empty(x.shape, np.uint16)
+    _kernels.to_float16(x, bits)
+    return bits.view(np.float16)
 
 
 def _row_width(scale: Floats, embed_dim: int) -> int:
@@ -356,4 +356,9 @@ def _aligned(data: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def _float32(data: npt.NDArray[Any]) -> Floats:
-    return np.require(data, np.float32, ("C", "A"))
+    data = _aligned(data)
+    if data.dtype == np.float32:
+        return data
+    out = np.empty(data.shape, np.float32)
+    _kernels.from_float16(data.view(np.uint16), out)
+    return out

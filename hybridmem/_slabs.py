@@ -32,8 +32,6 @@ _PRIVATE: dict[str, int] = (
     {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
 )
 
-Bytes = npt.NDArray[np.uint8]
-
 
 class Room(NamedTuple):
     """The same memory twice: an array to fill, and a read-only one that is kept.
@@ -57,9 +55,9 @@ class _Slab:
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # a kernel without them
                 self.map.madvise(mmap.MADV_HUGEPAGE)
-        self.bytes: Bytes = np.frombuffer(self.map, np.uint8)
         self.shown = memoryview(self.map).toreadonly()
-        self.used = -int(self.bytes.__array_interface__["data"][0]) % _HUGE_PAGE
+        address = np.frombuffer(self.map, np.uint8).__array_interface__["data"][0]
+        self.used = -int(address) % _HUGE_PAGE
         self.end = self.used + size
 
     def forget(self, start: int, size: int) -> None:
@@ -100,19 +98,19 @@ class Pool:
         kind = np.dtype(dtype)
         count = math.prod(shape)
         nbytes = count * kind.itemsize
+        buffer: Any
         if nbytes < LEAST_BYTES:
-            raw: Bytes = np.empty(nbytes + 64, np.uint8)
-            start = -int(raw.__array_interface__["data"][0]) % 64
-            shown = memoryview(raw).toreadonly()
+            buffer = np.empty(nbytes + 64, np.uint8)
+            start = -int(buffer.__array_interface__["data"][0]) % 64
+            owner = np.frombuffer(memoryview(buffer).toreadonly(), kind, count, start)
         else:
-            slab, start, _ = piece = self._take(_rounded(nbytes))
-            raw, shown = slab.bytes, slab.shown
-        # The first array over a buffer: each view of it holds this one, and it the buffer.
-        owner = np.frombuffer(shown, kind, count, start)
-        if nbytes >= LEAST_BYTES:
+            piece = self._take(_rounded(nbytes))
+            buffer, start = piece.slab.map, piece.start
+            # The first array over a buffer: each view of it holds this one, and it the buffer.
+            owner = np.frombuffer(piece.slab.shown, kind, count, start)
             reference = weakref.ref(owner, self._returned)
             self._out[id(reference)] = reference, piece
-        return Room(raw[start : start + nbytes].view(kind).reshape(shape), owner.reshape(shape))
+        return Room(np.ndarray(shape, kind, buffer, start), owner.reshape(shape))
 
     def keep(self, bound: int) -> None:
         """Keep at most so many bytes from now on."""

@@ -19,6 +19,7 @@ HM_CODEC_AVX512 static void hm_strip_ranges_codec_avx512(const float *x, size_t 
     for (row = 0; row < n; row++, x += stride)
         for (i = 0; i < 4; i++) {
             __m512 v = _mm512_loadu_ps(x + 16 * i);
+            HM_PREFETCH(x + 16 * i + HM_STRIP); /* of the next strip */
             if (tile != NULL) _mm512_store_ps(tile + row * HM_STRIP + 16 * i, v);
             lo[i] = _mm512_min_ps(lo[i], v);
             hi[i] = _mm512_max_ps(hi[i], v);
