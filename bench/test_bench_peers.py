@@ -363,6 +363,34 @@ def test_attend(
         )
 
 
+def test_augmented_kv_into_a_buffer(
+    versus: Versus, large: Path, sizes: Sizes, rng: np.random.Generator
+) -> None:
+    room = 8 * TOKENS
+    out_k, out_v = (chunk(rng, room + sizes.cache_tokens) for _ in range(2))
+    cache_k, cache_v = out_k[room:], out_v[room:]
+    query = chunk(rng, 1)[0]
+    with hybridmem.open(large, mode="r") as store:
+        hits = store.query(query, 0, 5)
+
+        def copying() -> None:
+            for at, hit in enumerate(hits):
+                rows = slice(at * TOKENS, (at + 1) * TOKENS)
+                np.copyto(out_k[rows], hit.keys)
+                np.copyto(out_v[rows], hit.values)
+
+        versus(
+            f"augmented_kv of 5 x {TOKENS} x {WIDTH} in front of {sizes.cache_tokens:,} cached "
+            "tokens in a buffer",
+            lambda: hybridmem.augmented_kv(
+                query, cache_k, cache_v, store, 0, 5, out=(out_k, out_v)
+            ),
+            {"without a buffer": lambda: hybridmem.augmented_kv(query, cache_k, cache_v, store, 0)},
+            floor=("copying what was found", copying),
+            rounds=7,
+        )
+
+
 @pytest.fixture(scope="module")
 def million(tmp_path_factory: pytest.TempPathFactory, sizes: Sizes) -> Path:
     """A million entries of one token."""

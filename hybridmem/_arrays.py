@@ -25,6 +25,7 @@ __all__ = [
     "count",
     "entry_id",
     "entry_ids",
+    "fill",
     "importance",
     "layer_index",
     "matrix",
@@ -293,6 +294,25 @@ def _concatenate_torch(torch: Any, rows: Sequence[Floats], cache: Any, name: str
     if cache.dtype.itemsize < 4 and not _tensor_finite(torch, found):
         raise _too_narrow(rows, name, cache.dtype)
     return torch.cat([found.reshape(*cache.shape[:-2], *found.shape), cache], dim=-2)
+
+
+def fill(part: Any, rows: Sequence[Floats], name: str) -> None:
+    """Write retrieved rows into a part of a buffer, `[..., sum(n_i), width]`.
+
+    As `concatenate_like` does, ValueError where a value is too large for the buffer's type.
+    """
+    part = part[(0,) * (len(part.shape) - 2)]
+    if isinstance(part, np.ndarray):
+        with np.errstate(all="ignore"):
+            np.concatenate(rows, out=part, casting="unsafe")
+        is_finite = part.dtype.itemsize >= 4 or bool(np.isfinite(part).all())
+    else:
+        torch = sys.modules["torch"]
+        with torch.no_grad():
+            part.copy_(torch.from_numpy(np.concatenate(rows)))
+        is_finite = part.dtype.itemsize >= 4 or _tensor_finite(torch, part)
+    if not is_finite:
+        raise _too_narrow(rows, name, part.dtype)
 
 
 def _all_finite(a: npt.NDArray[Any]) -> bool:

@@ -18,7 +18,14 @@ Floats = npt.NDArray[np.float32]
 
 
 def augmented_kv(
-    query: Any, cache_k: Any, cache_v: Any, store: Memory, layer_idx: int, top_k: int = 5
+    query: Any,
+    cache_k: Any,
+    cache_v: Any,
+    store: Memory,
+    layer_idx: int,
+    top_k: int = 5,
+    *,
+    out: tuple[Any, Any] | None = None,
 ) -> tuple[Any, Any]:
     """Return keys and values to attend to: the entries found, oldest first, then the cache.
 
@@ -31,12 +38,17 @@ def augmented_kv(
         A store, or several that are layered.
     layer_idx : int
     top_k : int, default 5
+    out : pair of arrays or tensors, optional
+        Buffers for keys and values that end with the caches: ``cache_k`` is ``out[0][..., -n:, :]``
+        in the same memory. What is found is written right before them, and the caches are neither
+        moved nor read.
 
     Returns
     -------
     keys, values
         Shape (sum(n_tokens) + n_cache, embed_dim) after the cache's leading axes; type, dtype and
-        device are the cache's. The cache itself where nothing was found.
+        device are the cache's. The cache itself where nothing was found. With `out`, views of the
+        ends of the buffers.
 
     Raises
     ------
@@ -51,9 +63,24 @@ def augmented_kv(
         raise ValueError(
             f"cache_k and cache_v must have the same number of tokens, got {n_keys} and {n_values}"
         )
+    room = 0
+    if out is not None:
+        if not isinstance(out, (tuple, list)) or len(out) != 2:
+            raise TypeError(f"out: got {type(out).__name__}, want a pair of buffers")
+        room = min(_room(out[0], cache_k, "cache_k"), _room(out[1], cache_v, "cache_v"))
     hits = store.query(query, layer_idx, top_k)
     hits.sort(key=lambda hit: (hit.timestamp, hit.entry_id))
     try:
+        if out is not None:
+            n_found = sum(hit.n_tokens for hit in hits)
+            if n_found > room:
+                raise ValueError(
+                    f"out: {n_found} tokens were found, there is room for {room} before the cache"
+                )
+            return (
+                _in_front([hit.keys for hit in hits], cache_k, out[0], "cache_k"),
+                _in_front([hit.values for hit in hits], cache_v, out[1], "cache_v"),
+            )
         return (
             _arrays.concatenate_like([hit.keys for hit in hits], cache_k, name="cache_k"),
             _arrays.concatenate_like([hit.values for hit in hits], cache_v, name="cache_v"),
@@ -61,6 +88,40 @@ def augmented_kv(
     except ValueError:  # NaN in the cache, or too narrow a type: seen on the way
         store.take_back(hits)
         raise
+
+
+def _room(buffer: Any, cache: Any, name: str) -> int:
+    """Return how many rows fit between the beginning of a buffer and the cache at its end."""
+    shape, wanted = tuple(getattr(buffer, "shape", ())), tuple(cache.shape)
+    room = shape[-2] - wanted[-2] if len(shape) == len(wanted) else -1
+    if (
+        type(buffer) is not type(cache)
+        or buffer.dtype != cache.dtype
+        or room < 0
+        or shape != (*wanted[:-2], shape[-2], wanted[-1])
+        or (wanted[-2] and _place(buffer[..., room:, :]) != _place(cache))
+    ):
+        raise ValueError(
+            f"out: {name} must be the end of its buffer, out[..., -{wanted[-2]}:, :] in the same "
+            "memory"
+        )
+    return room
+
+
+def _place(x: Any) -> tuple[int, tuple[int, ...]]:
+    """Return where the rows of an array or a tensor lie."""
+    if isinstance(x, np.ndarray):
+        return int(x.__array_interface__["data"][0]), x.strides[-2:]
+    return int(x.data_ptr()), tuple(x.stride()[-2:])
+
+
+def _in_front(rows: list[Floats], cache: Any, buffer: Any, name: str) -> Any:
+    """Write rows right before a cache; return both as a part of the buffer."""
+    end = buffer.shape[-2] - cache.shape[-2]
+    start = end - sum(map(len, rows))
+    if rows:
+        _arrays.fill(buffer[..., start:end, :], rows, name)
+    return buffer[..., start:, :]
 
 
 def attend(

@@ -242,3 +242,104 @@ def test_torch_in_is_torch_out(
     none_k, none_v = hybridmem.augmented_kv(query, *caches, store, layer_idx=7)
     assert none_k is caches[0]
     assert none_v is caches[1]
+
+
+def buffers(
+    rng: np.random.Generator, n: int, room: int, lead: tuple[int, ...] = (), dtype: Any = np.float32
+) -> tuple[Any, Any]:
+    keys, values = rng.standard_normal((2, *lead, room + n, 24)).astype(dtype)
+    return keys.copy(), values.copy()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.float64])
+@pytest.mark.parametrize("lead", [(), (1,), (1, 1)])
+@pytest.mark.parametrize("n", [0, 7])
+def test_a_buffer_that_ends_with_the_cache(
+    n: int, lead: tuple[int, ...], dtype: Any, store: Any, rng: np.random.Generator
+) -> None:
+    prepared(store, rng)
+    room = 20
+    out = buffers(rng, n, room, lead, dtype)
+    before = [one.copy() for one in out]
+    cache_k, cache_v = (one[..., room:, :] for one in out)
+    query = pair(rng, 2)[0]
+    wanted = hybridmem.augmented_kv(query, cache_k.copy(), cache_v.copy(), store, 0, 3)
+    got = hybridmem.augmented_kv(query, cache_k, cache_v, store, 0, 3, out=out)
+    for array, same, buffer, was in zip(got, wanted, out, before, strict=True):
+        assert array.dtype == dtype
+        assert array.base is buffer or array.base is buffer.base
+        np.testing.assert_array_equal(array, same)
+        free = buffer.shape[-2] - array.shape[-2]
+        assert free > 0
+        np.testing.assert_array_equal(buffer[..., :free, :], was[..., :free, :])
+
+
+def test_a_buffer_without_room_counts_no_query(store: Any, rng: np.random.Generator) -> None:
+    prepared(store, rng)
+    out = buffers(rng, 5, 2)
+    before = [one.copy() for one in out]
+    caches = [one[2:] for one in out]
+    counts = store.entries["access_count"].tolist()
+    with pytest.raises(ValueError, match=r"out: \d+ tokens were found, there is room for 2"):
+        hybridmem.augmented_kv(pair(rng, 2)[0], *caches, store, 0, 5, out=out)
+    assert store.entries["access_count"].tolist() == counts
+    assert store.stats().queries == 0
+    for one, was in zip(out, before, strict=True):
+        np.testing.assert_array_equal(one, was)
+
+
+def test_what_is_too_large_for_the_buffers_type(store: Any, rng: np.random.Generator) -> None:
+    keys = np.full((1, 24), 1e6, np.float32)
+    store.put(keys, keys, 0)
+    out = buffers(rng, 3, 4, (), np.float16)
+    with pytest.raises(ValueError, match="cache_k: a retrieved value of magnitude 1000000"):
+        hybridmem.augmented_kv(keys, out[0][4:], out[1][4:], store, 0, out=out)
+    assert store.stats().queries == 0
+
+
+@pytest.mark.parametrize("wrong", ["elsewhere", "the beginning", "type", "short", "axes", "list"])
+def test_a_cache_that_is_not_the_end_of_its_buffer(
+    wrong: str, store: Any, rng: np.random.Generator
+) -> None:
+    prepared(store, rng)
+    out_k, out_v = buffers(rng, 4, 9)
+    cache_k, cache_v = out_k[9:], out_v[9:]
+    buffer: Any = out_k
+    if wrong == "elsewhere":
+        cache_k = cache_k.copy()
+    elif wrong == "the beginning":
+        cache_k = out_k[:4]
+    elif wrong == "type":
+        buffer = out_k.astype(np.float64)
+    elif wrong == "short":
+        buffer = out_k[11:]
+    elif wrong == "axes":
+        buffer = out_k[None]
+    else:
+        buffer = out_k.tolist()
+    with pytest.raises(ValueError, match="out: cache_k must be the end of its buffer"):
+        hybridmem.augmented_kv(pair(rng, 2)[0], cache_k, cache_v, store, 0, out=(buffer, out_v))
+    assert store.stats().queries == 0
+
+
+def test_buffers_come_in_pairs(store: Any, rng: np.random.Generator) -> None:
+    out_k, out_v = buffers(rng, 4, 9)
+    for wrong in (out_k, (out_k,), (out_k, out_v, out_v)):
+        with pytest.raises(TypeError, match=r"out: got .*, want a pair of buffers"):
+            hybridmem.augmented_kv(out_k[0], out_k[9:], out_v[9:], store, 0, out=wrong)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_torch_buffer(dtype: str, store: Any, rng: np.random.Generator) -> None:
+    torch = pytest.importorskip("torch")
+    prepared(store, rng)
+    kind = getattr(torch, dtype)
+    out = tuple(torch.from_numpy(one).to(kind) for one in buffers(rng, 6, 30, (1,)))
+    caches = [one[:, 30:] for one in out]
+    query = pair(rng, 2)[0]
+    wanted = hybridmem.augmented_kv(query, *(one.clone() for one in caches), store, 1, 3)
+    got = hybridmem.augmented_kv(query, *caches, store, 1, 3, out=out)
+    for tensor, same, buffer in zip(got, wanted, out, strict=True):
+        assert torch.equal(tensor, same)
+        assert tensor.data_ptr() > buffer.data_ptr()
+        assert tensor.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
