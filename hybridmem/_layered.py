@@ -11,25 +11,22 @@ from typing import Any, TypeVar
 import numpy as np
 
 from hybridmem import _arrays, opening
+from hybridmem._alike import ID_BITS, check_alike, same_means, unlike
 from hybridmem._codec import Tensor
 from hybridmem._finding import Search, answer
-from hybridmem.errors import ModelMismatchError, ReadOnlyError, StoreClosedError
+from hybridmem.errors import ReadOnlyError, StoreClosedError
 from hybridmem.memory import Floats, Memory, Question
 from hybridmem.results import Entry, Hit, Stats
 from hybridmem.store import Store
 
-__all__ = ["Layered", "check_alike", "layered"]
+__all__ = ["Layered", "layered"]
 
 Found = TypeVar("Found")
 StrPath = str | os.PathLike[str]
 #: Most hits of a store: of any layer, or by layer; None is any number.
 Limit = int | Mapping[int, int] | None
 
-#: An id of a store takes the low bits; those above, of 63, name the store.
-ID_BITS = 40
 _TAGS = (1 << 63 - ID_BITS) - 1
-#: What has to be equal for scores to be comparable.
-_COMPARED = ("embed_dim", "hdc_dim", "seed", "signature_tokens", "signature_bits")
 
 
 def layered(stores: Iterable[Store | StrPath], *, limits: Sequence[Limit] | None = None) -> Layered:
@@ -426,8 +423,8 @@ class Layered(Memory):
                     private.calibrate(layer, keys=wanted[0], queries=wanted[1])
                 holders.append(private)
             for store in holders[1:]:
-                if not _equal(wanted, store.calibration.get(layer)):
-                    raise ValueError(_unlike(layer, first, store))
+                if not same_means(wanted, store.calibration.get(layer)):
+                    raise ValueError(unlike(layer, first, store))
         self._centres = [store._signatures.centres for store in self.stores]
 
     # -- life -------------------------------------------------------------------------------------
@@ -478,45 +475,5 @@ def _tag(store: Store) -> int:
     return (int(store.store_id, 16) & _TAGS or 1) << ID_BITS
 
 
-def check_alike(first: Store, other: Store) -> None:
-    """Refuse stores whose scores or whose keys and values cannot be compared."""
-    for name in _COMPARED:
-        one, two = getattr(first.config, name), getattr(other.config, name)
-        if one != two:
-            raise ValueError(
-                f"{first.path} and {other.path} cannot be layered: their {name} are {one} and {two}"
-            )
-    one, two = first.config.model_id, other.config.model_id
-    if one is not None and two is not None and one != two:
-        raise ModelMismatchError(
-            f"{first.path} and {other.path} cannot be layered: they hold keys and values of the "
-            f"models {one!r} and {two!r}"
-        )
-    if int(other._table.column("entry_id").max(initial=0)) >> ID_BITS - 1:
-        raise ValueError(f"{other.path} has ids beyond 2**{ID_BITS - 1}: export and import it")
-
-
 def _is(one: object, other: object) -> bool:
     return one is other
-
-
-def _equal(one: tuple[Any, Any] | None, other: tuple[Any, Any] | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return all(
-        mine is theirs if mine is None or theirs is None else np.array_equal(mine, theirs)
-        for mine, theirs in zip(one, other, strict=True)
-    )
-
-
-def _unlike(layer: int, first: Store, other: Store) -> str:
-    message = (
-        f"{first.path} and {other.path} cannot be layered: they centre layer {layer} differently, "
-        "so that their scores cannot be compared"
-    )
-    if layer in other.calibration or layer not in first.calibration:
-        return f"{message}; pack one like the other (hybridmem.pack with like=)"
-    return (
-        f"{message}; calibrate {other.path} with the means of the other, which are "
-        f"`calibration[{layer}]` there"
-    )

@@ -10,13 +10,13 @@ import numpy as np
 
 from hybridmem import _snapshot, opening
 from hybridmem._adopting import adopt
+from hybridmem._alike import check_alike
 from hybridmem._codec import Tensor
 from hybridmem._commit import RESERVE_NAME
 from hybridmem._copies import new_directory
 from hybridmem._entries import Bytes
 from hybridmem._fileio import LOCK_NAME, path_of
 from hybridmem._format import PARTS
-from hybridmem._layered import check_alike
 from hybridmem._manifest import Calibration
 from hybridmem._sums import write_sums
 from hybridmem.errors import SnapshotGoneError

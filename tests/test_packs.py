@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -244,3 +246,53 @@ def test_a_pack_like_a_store_of_another_kind_is_refused(packed: Path, tmp_path: 
         pytest.raises(ValueError, match="cannot be layered: their embed_dim are 24 and 16"),
     ):
         hybridmem.pack(tmp_path / "mem", tmp_path / "new", like=other)
+
+
+# -- shared ---------------------------------------------------------------------------------------
+
+READER = """
+import sys, hybridmem
+with hybridmem.open(sys.argv[1], mode="r") as pack:
+    total = sum(float(entry.keys.sum() + entry.values.sum()) for entry in map(pack.get, pack))
+    print("read", flush=True)
+    sys.stdin.readline()
+    for line in open("/proc/self/smaps"):
+        words = line.split()
+        if "-" in words[0]:
+            of_shard = line.rstrip().endswith(".safetensors")
+        elif of_shard and words[0] in ("Rss:", "Private_Clean:", "Private_Dirty:"):
+            print(words[0], words[1], flush=True)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux: /proc/self/smaps")
+def test_processes_share_the_pages_of_a_pack(tmp_path: Path, rng: Any) -> None:
+    """What two processes read of keys and values is in memory once."""
+    with hybridmem.create(tmp_path / "mem", **CONFIG | {"embed_dim": 1024}) as store:
+        rows = rng.standard_normal((2, 64, 1024)).astype(np.float32)
+        for _ in range(8):
+            store.put(*rows, 0)
+    hybridmem.pack(tmp_path / "mem", tmp_path / "pack")
+    readers = [
+        subprocess.Popen(
+            [sys.executable, "-c", READER, str(tmp_path / "pack")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    try:
+        for reader in readers:
+            assert reader.stdout is not None
+            assert reader.stdout.readline() == "read\n"
+        told, _ = readers[0].communicate("\n", timeout=60)  # while the other has it open
+    finally:
+        for reader in readers:
+            reader.kill()
+            reader.communicate()
+    kib = {"Rss:": 0, "Private_Clean:": 0, "Private_Dirty:": 0}
+    for line in told.splitlines():
+        kib[line.split()[0]] += int(line.split()[1])
+    assert kib["Rss:"] >= 8 * rows.nbytes // 1024
+    assert kib["Private_Clean:"] + kib["Private_Dirty:"] == 0

@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 import hybridmem
 
-pytest.importorskip("click", reason="needs click: pip install 'hybridmem[cli]'")
-
-from click.testing import CliRunner, Result
-
-from hybridmem._commands import commands
+from .helpers import document, run
 
 WIDTH = 16
-
-
-def run(*arguments: object, code: int = 0) -> Result:
-    result = CliRunner().invoke(commands, [str(argument) for argument in arguments])
-    assert result.exit_code == code, (result.output, result.exception)
-    return result
-
-
-def document(*arguments: object, code: int = 0) -> Any:
-    return json.loads(run(*arguments, "--json", code=code).stdout)
 
 
 def make(path: Path, seed: int, **config: Any) -> Path:
