@@ -14,7 +14,7 @@ from hybridmem import _arrays, opening
 from hybridmem._alike import ID_BITS, check_alike, same_means, unlike
 from hybridmem._codec import Tensor
 from hybridmem._finding import Search, answer
-from hybridmem.errors import ReadOnlyError, StoreClosedError
+from hybridmem.errors import ReadOnlyError, StoreClosedError, no_entry
 from hybridmem.memory import Floats, Memory, Question
 from hybridmem.results import Entry, Hit, Stats
 from hybridmem.store import Store
@@ -209,7 +209,7 @@ class Layered(Memory):
         own = asked & (1 << ID_BITS) - 1
         number = self._by_tag.get(asked - own)
         if number is None:
-            raise KeyError(entry_id)
+            raise no_entry("none of these stores", entry_id)
         return number, own
 
     @property
@@ -240,7 +240,7 @@ class Layered(Memory):
         try:
             return self.stores[number]._entry(own, self._tags[number])
         except KeyError:
-            raise KeyError(entry_id) from None
+            raise no_entry(self.stores[number].path, entry_id) from None
 
     def timestamps(self, entry_ids: Iterable[int]) -> list[int]:
         """Return the time of the put of each entry, 0 for those that are not there, or no longer.
@@ -354,7 +354,7 @@ class Layered(Memory):
         if store is not private:
             if own in store:
                 raise ReadOnlyError(f"entry {entry_id} is entry {own} of {store.path}, not private")
-            raise KeyError(entry_id)
+            raise no_entry(store.path, entry_id)
         private.delete(own)
 
     def evict(self, target_entries: int) -> int:

@@ -23,7 +23,7 @@ from hybridmem._format import KEY_SUFFIXES, PARTS, SOURCE, SUFFIXES
 from hybridmem._manifest import Manifest
 from hybridmem._shards import ShardPool
 from hybridmem._signatures import Signatures
-from hybridmem.errors import CorruptStoreError, EntryNotFoundError, StoreClosedError
+from hybridmem.errors import CorruptStoreError, StoreClosedError, no_entry
 from hybridmem.results import Entry, Stats
 
 __all__ = ["Reader"]
@@ -132,10 +132,7 @@ class Reader:
     def _row(self, entry_id: int) -> int:
         row = self._table.find(entry_id)
         if row is None:
-            raise EntryNotFoundError(
-                f"{self.path} has no entry {entry_id}: it was deleted, evicted or never put; "
-                "iterate over the store for the ids there are"
-            )
+            raise no_entry(self.path, entry_id)
         return row
 
     def _fields(self, row: int, tag: int) -> dict[str, Any]:

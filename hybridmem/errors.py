@@ -47,6 +47,14 @@ class EntryNotFoundError(HybridMemError, KeyError):
         return Exception.__str__(self)
 
 
+def no_entry(where: object, entry_id: int) -> EntryNotFoundError:
+    """Return the error for an id that is not in a store, or in what answers as one."""
+    return EntryNotFoundError(
+        f"{where} has no entry {entry_id}: it was deleted, evicted or never put; iterate over the "
+        "store for the ids there are"
+    )
+
+
 class StoreLockedError(HybridMemError):
     """Another writer has the store open."""
 

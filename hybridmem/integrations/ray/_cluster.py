@@ -18,7 +18,7 @@ from hybridmem._chunks import Chunk, Given
 from hybridmem._codec import Codec, Tensor
 from hybridmem._signatures import Signatures, first_mean
 from hybridmem.config import Config
-from hybridmem.errors import PartitionError, ReadOnlyError, StoreClosedError
+from hybridmem.errors import PartitionError, ReadOnlyError, StoreClosedError, no_entry
 from hybridmem.hdc import mean_pool
 from hybridmem.integrations.ray._actors import Places
 from hybridmem.integrations.ray._answers import Answer, Gone, ask
@@ -352,7 +352,7 @@ class Cluster(Memory):
         one = _arrays.entry_id(entry_id)
         with self._writing_lock:
             if not self.timestamps([one])[0]:
-                raise KeyError(one)
+                raise no_entry("the cluster", one)
             owner, op = self._owner_of(one), Delete(one)
             self._owners.make_room(owner, op.nbytes)
             self._owners.tell(owner, op)
