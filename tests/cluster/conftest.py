@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,25 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
         yield made
     finally:
         made.stop()
+
+
+@pytest.fixture
+def create(nodes: object, root: str) -> Iterator[Callable[..., Any]]:
+    """Make clusters; they are ended however the test leaves them."""
+    from hybridmem.integrations import ray as hm
+
+    from .helpers import CONFIG
+
+    made: list[Any] = []
+
+    def create(**options: Any) -> Any:
+        options = {"partitions": 2, "deadline_s": 20, "write_deadline_s": 20} | options
+        made.append(hm.create(root, **CONFIG, **options))
+        return made[-1]
+
+    yield create
+    for memory in made:
+        memory._owners.end()
 
 
 @pytest.fixture

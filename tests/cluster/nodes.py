@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -57,13 +58,17 @@ class Nodes:
             **options,
         )
 
-    def ids(self) -> dict[str, str]:
-        """Return the Ray ids of the nodes that were not killed."""
-        return {name: node.node_id for name, node in self._by_name.items()}
-
     def kill(self, name: str) -> None:
-        """Kill a node: its raylet, and with it all of its processes."""
-        self._cluster.remove_node(self._by_name.pop(name), allow_graceful=False)
+        """Kill a node: its raylet, and with it all of its processes; wait until Ray knows."""
+        node = self._by_name.pop(name)
+        self._cluster.remove_node(node, allow_graceful=False)
+        ends = time.monotonic() + 60
+        while any(one["Alive"] and one["NodeID"] == node.node_id for one in ray.nodes()):
+            assert time.monotonic() < ends, "Ray did not take note"
+            time.sleep(0.2)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._by_name
 
     def stop(self) -> None:
         """End all of it."""

@@ -28,23 +28,6 @@ from .nodes import HOW, Nodes
 ray: Any = pytest.importorskip("ray", reason=HOW)
 
 
-@pytest.fixture
-def create(nodes: Nodes, root: str) -> Iterator[Callable[..., Any]]:
-    """Make clusters; they are ended however the test leaves them."""
-    from hybridmem.integrations import ray as hm
-
-    made: list[Any] = []
-
-    def create(**options: Any) -> Any:
-        options = {"partitions": 2, "deadline_s": 20, "write_deadline_s": 20} | options
-        made.append(hm.create(root, **options, **CONFIG))
-        return made[-1]
-
-    yield create
-    for memory in made:
-        memory._owners.end()
-
-
 def test_killed_actor_opens_again_and_has_all_that_was_put(create: Any) -> None:
     memory = create(route="hash")
     put(memory, range(30))

@@ -202,8 +202,8 @@ class Cluster(Memory):
 
         Raises
         ------
-        KeyError
-            If there is no such entry, or no longer.
+        EntryNotFoundError
+            If there is no such entry, or no longer; it is a KeyError too.
         """
         one = _arrays.entry_id(entry_id)
         owner = self._owner_of(one).number
@@ -345,8 +345,8 @@ class Cluster(Memory):
 
         Raises
         ------
-        KeyError
-            If there is no such entry, or no longer.
+        EntryNotFoundError
+            If there is no such entry, or no longer; it is a KeyError too.
         """
         self._check_writing()
         one = _arrays.entry_id(entry_id)

@@ -269,7 +269,8 @@ class Owners:
                 if kind == "ok" and not caught_up:
                     answers[job.key] = value
                     del waiting[job.key]
-                    self._prefer(job.owner, replica)
+                    if len(job.replicas) > 1:
+                        self._prefer(job.owner, replica)
                 elif kind == "ok":
                     pending[job.call(replica, ends - time.monotonic())] = (job, replica, False)
                 elif kind == "behind":

@@ -1,0 +1,149 @@
+"""Nodes that are killed: their partitions are answered for, named, and brought back."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hybridmem
+
+from .helpers import answers, matrix, put, replicas
+from .nodes import HOW, Nodes
+
+ray: Any = pytest.importorskip("ray", reason=HOW)
+
+
+@pytest.fixture(autouse=True)
+def three_nodes(nodes: Nodes) -> None:
+    if "b" not in nodes:
+        nodes.add("b")
+
+
+def on(memory: Any, nodes: Nodes, name: str) -> list[int]:
+    """The partitions of which a replica is on the disk of a node."""
+    root = str(nodes.disks / name)
+    return [
+        number
+        for number in range(len(memory.replicas()))
+        if any(one.disk.root.startswith(root) for one in replicas(memory, number))
+    ]
+
+
+def test_other_replicas_answer_for_a_node_that_is_gone(nodes: Nodes, create: Any) -> None:
+    memory = create(partitions=3, replicas=2, route="hash")
+    put(memory, range(30))
+    memory.flush()
+    put(memory, range(30, 45))
+    wanted = answers(memory)
+    lost = on(memory, nodes, "b")
+    assert len(lost) == 2
+    nodes.kill("b")
+    assert answers(memory) == wanted
+    put(memory, range(45, 48))
+    with pytest.raises(hybridmem.PartitionError) as caught:
+        memory.flush()
+    assert len(caught.value.partitions) == 2
+    assert all("/b/" in one for one in caught.value.partitions)
+    made = memory.repair()
+    assert sorted(int(one.split("-")[1][:4]) for one in made) == lost
+    memory.flush()
+    assert on(memory, nodes, "b") == []
+    wanted = answers(memory)
+    for number in lost:  # what was made holds all of it
+        memory._owners.all[number].replicas.reverse()
+    assert answers(memory) == wanted
+    assert sum(map(len, wanted)) == 48
+    nodes.add("b2", disk="b")  # what is on the old disk is out of date, and known to be
+    memory.close()
+    from hybridmem.integrations import ray as hm
+
+    with hm.open(memory.path, deadline_s=20) as again:
+        assert answers(again) == wanted
+        assert on(again, nodes, "b") == []
+    nodes.kill("b2")
+
+
+def test_partition_of_a_node_that_comes_back(nodes: Nodes, create: Any) -> None:
+    memory = create(partitions=3, route="hash")
+    put(memory, range(30))
+    memory.flush()
+    put(memory, range(30, 45))  # not flushed: kept here
+    wanted = answers(memory)
+    (lost,) = on(memory, nodes, "b")
+    nodes.kill("b")
+    memory.deadline_s = 2
+    name = f"partition-{lost:04d}"
+    with pytest.raises(hybridmem.PartitionError, match=name):
+        memory.query(matrix(1, 1), 0)
+    memory.on_missing = "report"
+    begun = time.monotonic()
+    hits = memory.query(matrix(1000, 1), 0, 50)
+    assert time.monotonic() - begun < 3
+    assert hits.missing == (name,)
+    left = [one[0] for one in wanted[0] if one[0] % 3 != lost]
+    assert [hit.entry_id for hit in hits] == left
+    with pytest.raises(hybridmem.PartitionError, match=name):
+        memory.repair()
+    nodes.add("c", disk="b")
+    memory.deadline_s = 20
+    (made,) = memory.repair()
+    assert made.startswith(name)
+    assert answers(memory) == wanted
+    memory.flush()
+    assert put(memory, range(45, 46)) == [46]
+    nodes.kill("c")
+
+
+def test_partition_is_fetched_from_where_copies_are(
+    nodes: Nodes, create: Any, root: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("fsspec", reason="needs fsspec: pip install 'hybridmem[remote]'")
+    memory = create(partitions=3, remote=f"file://{tmp_path}/copies", shard_max_bytes=2000)
+    ids = put(memory, range(30))
+    memory.delete(ids[0])
+    memory.flush()
+    before = {one: one.stat().st_mtime_ns for one in (tmp_path / "copies").rglob("shard_*")}
+    assert len(before) > 6
+    put(memory, range(30, 33))
+    memory.flush()
+    after = {one: one.stat().st_mtime_ns for one in (tmp_path / "copies").rglob("shard_*")}
+    assert all(after[one] == before[one] for one in before)  # what never changes is copied once
+    assert len(list((tmp_path / "copies").rglob("index.json"))) == 3
+    put(memory, range(33, 36))
+    wanted = answers(memory)
+    (lost,) = on(memory, nodes, "b")
+    nodes.kill("b")
+    shutil.rmtree(nodes.disks / "b")
+    (made,) = memory.repair()
+    assert made.startswith(f"partition-{lost:04d}")
+    assert answers(memory) == wanted
+    assert sum(map(len, wanted)) == 35
+    memory.flush()
+
+
+def test_copy_that_fails_is_named(create: Any, tmp_path: Path) -> None:
+    pytest.importorskip("fsspec", reason="needs fsspec: pip install 'hybridmem[remote]'")
+    memory = create(partitions=1, remote=f"file://{tmp_path}/copies")
+    put(memory, range(3))
+    (tmp_path / "copies").write_text("in the way")
+    with pytest.raises(hybridmem.PartitionError, match=r"partition-0000.*copying to"):
+        memory.flush()
+    assert memory._owners.all[0].journal
+    (tmp_path / "copies").unlink()
+    memory.flush()
+    assert not memory._owners.all[0].journal
+
+
+def test_more_replicas_than_disks_are_refused(create: Any) -> None:
+    with pytest.raises(ValueError, match="replicas: got 9, but there are 3 disks"):
+        create(replicas=9)
+
+
+def test_a_second_cluster_in_one_place_is_refused(create: Any) -> None:
+    create()
+    with pytest.raises(hybridmem.StoreExistsError, match="holds a cluster"):
+        create()
