@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ import pytest
 import hybridmem
 
 from .helpers import (
-    CONFIG,
     LAYERS,
     answers,
     at,
@@ -23,7 +21,7 @@ from .helpers import (
     replicas,
     stopped,
 )
-from .nodes import HOW, Nodes
+from .nodes import HOW
 
 ray: Any = pytest.importorskip("ray", reason=HOW)
 
