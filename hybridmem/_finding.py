@@ -200,9 +200,11 @@ class Search:
 
     def run(self) -> None:
         """Scan the signatures of the layer."""
-        among, approximate = self.question.entry_ids, self.question.ranking.approximate
+        among, ranking = self.question.entry_ids, self.question.ranking
         self._found = (
-            self._view.search(self._signed, self._depth, among, approximate)
+            self._view.search(
+                self._signed, self._depth, among, ranking.approximate, ranking.threads
+            )
             if self._depth
             else [_NOTHING] * len(self._signed)
         )

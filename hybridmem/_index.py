@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from hybridmem import _kernels
+from hybridmem import _kernels, _slabs
+from hybridmem._parallel import LEAST_BYTES, Best, Span, divided, scanned
 from hybridmem.hdc import SignatureSpec
 
 __all__ = ["IndexView", "LayerIndex"]
@@ -50,15 +51,6 @@ _FAR = 2**32 - 1  # marks an entry that was given up
 _MAX_DISTANCE = 2**32 - 2  # 2**32 - 1 marks an empty place
 
 
-def _aligned(shape: tuple[int, ...]) -> _U8:
-    """Uninitialised bytes on a cache line, or on a huge page where numpy asks for these."""
-    size = int(np.prod(shape, dtype=object))
-    boundary = HUGE_PAGE if size >= HUGE_PAGE else 64
-    raw = np.empty(size + boundary, np.uint8)
-    start = -raw.ctypes.data % boundary
-    return raw[start : start + size].reshape(shape)
-
-
 def _unsigned(values: ArrayLike, dtype: type[_Unsigned], name: str) -> NDArray[_Unsigned]:
     """C-contiguous array of this type; ValueError where a value would change."""
     array = np.asarray(values)
@@ -89,8 +81,8 @@ class _Layout:
 
     def allocate(self, capacity: int) -> _U8:
         if self.spec.pooled:
-            return _aligned((capacity, self.sub_bytes))
-        return _aligned((capacity * self.lanes // LANES, self.sub_bytes, LANES))
+            return _slabs.pages((capacity, self.sub_bytes))
+        return _slabs.pages((capacity * self.lanes // LANES, self.sub_bytes, LANES))
 
     def used(self, n_tokens: _U32) -> _U32:
         """Lanes in use of entries of so many tokens."""
@@ -307,6 +299,7 @@ class IndexView:
         k: int,
         entry_ids: _U64 | None = None,
         approximate: bool = False,
+        threads: int = 1,
     ) -> list[tuple[_U64, _U32]]:
         """The k entries at the smallest distance from each query, ties to the smaller id.
 
@@ -320,6 +313,8 @@ class IndexView:
             Search only these; ids that are not here are passed over.
         approximate : bool
             Where there are many, give up entries that are far from the last query tokens.
+        threads : int
+            Most threads of a scan for at most RUNNING_K entries.
 
         Returns
         -------
@@ -349,7 +344,7 @@ class IndexView:
         if approximate and all(self._is_large(query, self._places, k) for query in checked):
             return [self._search_gated(query, k, None) for query in checked]
         if k <= RUNNING_K:
-            return self._search_running(checked, k)
+            return self._search_running(checked, k, threads)
         return [self._search_counted(query, k) for query in checked]
 
     def _check_query(self, query: _U8) -> _U8:
@@ -366,32 +361,32 @@ class IndexView:
             raise ValueError(f"a query of {tokens} tokens is too long for 32-bit distances")
         return np.ascontiguousarray(array)
 
-    def _search_running(self, queries: list[_U8], k: int) -> list[tuple[_U64, _U32]]:
+    def _search_running(self, queries: list[_U8], k: int, threads: int) -> list[tuple[_U64, _U32]]:
         """One pass over the blocks for all queries."""
-        best_distance = np.full((len(queries), k), 2**32 - 1, np.uint32)
-        best_place = np.full((len(queries), k), -1, np.int64)
         rows = np.concatenate(queries) if len(queries) > 1 else queries[0]
         starts = np.array([0, *accumulate(len(query) for query in queries)], np.int64)
-        for (block, filled), first in zip(self._parts, self._starts, strict=False):
-            alive = block.alive[:filled]
-            if self._layout.spec.pooled:
-                _kernels.hamming_topk(
-                    block.data[:filled], rows, alive, first, best_distance, best_place
-                )
-            else:
-                _kernels.late_topk(
-                    block.data,
-                    block.used,
-                    self._layout.lanes,
-                    rows,
-                    starts,
-                    alive,
-                    first,
-                    best_distance,
-                    best_place,
-                )
+        layout = self._layout
+        shared = 1 if layout.spec.pooled else max(1, LANES // layout.lanes)
+
+        def scan(spans: list[Span]) -> Best:
+            best = Best(
+                np.full((len(queries), k), 2**32 - 1, np.uint32),
+                np.full((len(queries), k), -1, np.int64),
+            )
+            for number, first, end in spans:
+                block, place = self._parts[number][0], self._starts[number] + first
+                alive = block.alive[first:end]
+                if layout.spec.pooled:
+                    _kernels.hamming_topk(block.data[first:end], rows, alive, place, *best)
+                else:
+                    late = (block.data[first * layout.lanes // LANES :], block.used[first:end])
+                    _kernels.late_topk(*late, layout.lanes, rows, starts, alive, place, *best)
+            return best
+
+        most = max(1, min(threads, self._places * layout.entry_bytes // LEAST_BYTES))
+        shares = divided([filled for _, filled in self._parts], most, shared)
         results = []
-        for distances, places in zip(best_distance, best_place, strict=True):
+        for distances, places in zip(*scanned(scan, shares), strict=True):
             found = k if places[-1] >= 0 else int(np.count_nonzero(places >= 0))
             results.append((self._ids(places[:found]), distances[:found].copy()))
         return results

@@ -43,6 +43,8 @@ class Ranking:
         Entries put last that are always in the result.
     approximate : bool
         Whether entries of a large layer may be given up by the last query tokens.
+    threads : int
+        Most threads that scan the signatures.
     """
 
     order: str = "hamming"
@@ -52,6 +54,7 @@ class Ranking:
     max_run: int = 0
     newest: int = 0
     approximate: bool = False
+    threads: int = 1
 
     @classmethod
     def checked(cls, top_k: int, embed_dim: int, **options: Any) -> Ranking:
@@ -72,6 +75,7 @@ class Ranking:
             ("n_heads", 1),
             ("max_run", 1),
             ("newest", 0),
+            ("threads", 1),
         ):
             if name in given:
                 given[name] = _arrays.count(given[name], name, least)

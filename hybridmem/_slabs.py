@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["KEPT_BYTES", "Pool", "Room", "empty", "keep"]
+__all__ = ["KEPT_BYTES", "Pool", "Room", "empty", "keep", "pages"]
 
 #: What is kept for the next tensors when nothing asks for more.
 KEPT_BYTES = 64 << 20
@@ -161,6 +161,15 @@ def _rounded(nbytes: int) -> int:
     """Return the next of sixteen sizes between two powers of two: whole pages, so found again."""
     step = max(_PAGE, 1 << (nbytes.bit_length() - 5))
     return -(-nbytes // step) * step
+
+
+def pages(shape: tuple[int, ...]) -> npt.NDArray[np.uint8]:
+    """Return bytes on a cache line, or on a huge page where they are many: for what stays."""
+    size = math.prod(shape)
+    boundary = _HUGE_PAGE if size >= _HUGE_PAGE else 64
+    raw = np.empty(size + boundary, np.uint8)
+    start = -raw.ctypes.data % boundary
+    return raw[start : start + size].reshape(shape)
 
 
 _pool = Pool()

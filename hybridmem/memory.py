@@ -86,6 +86,7 @@ class Memory(abc.ABC):
         max_run: int | None = None,
         newest: int | None = None,
         approximate: bool | None = None,
+        threads: int | None = None,
     ) -> list[Hit]:
         """Find the entries of a layer whose signatures are most similar to the query's.
 
@@ -119,6 +120,9 @@ class Memory(abc.ABC):
             Where a layer has 16,384 entries or more with sub-signatures, look for the last two
             query tokens in all of them, for two more in the nearest sixth, and for the rest in
             the nearest sixteenth only.
+        threads : int, default 1
+            Most threads that scan the signatures of a large layer for at most 64 entries: one for
+            each 8 MiB. The result is the same.
 
         Returns
         -------
@@ -138,7 +142,7 @@ class Memory(abc.ABC):
         question = self._question(
             [rows], layer_idx, top_k, entry_ids, exact, order=order,
             rerank=rerank, candidates=candidates, n_heads=n_heads, max_run=max_run, newest=newest,
-            approximate=approximate,
+            approximate=approximate, threads=threads,
         )  # fmt: skip
         return _listed(self._hits_of(question)[0])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import twins
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridmem import _index, hdc
+from hybridmem import _index, _kernels, _parallel, hdc
 from hybridmem._index import LayerIndex
 from hybridmem.hdc import SignatureSpec
 
@@ -79,10 +80,12 @@ class Model:
         )
         return [(i, d) for d, i in found[:k]]
 
-    def check(self, view: _index.IndexView, k: int, among: list[int] | None = None) -> None:
+    def check(
+        self, view: _index.IndexView, k: int, among: list[int] | None = None, threads: int = 1
+    ) -> None:
         queries = [self.query(t) for t in (1, 9, 2)]
         ids = None if among is None else np.array(among, np.uint64)
-        results = view.search(queries, k, ids)
+        results = view.search(queries, k, ids, threads=threads)
         assert len(results) == 3
         for query, (got_ids, got_distances) in zip(queries, results, strict=True):
             assert (got_ids.dtype, got_distances.dtype) == (np.uint64, np.uint32)
@@ -100,6 +103,54 @@ def test_every_level_and_kind(simd: str, spec: SignatureSpec) -> None:
         model.check(model.index.view(), k)
     chosen = [0, 10**9, 2**64 - 1, *list(model.records)[::3]]
     model.check(model.index.view(), 5, chosen + chosen[:9])
+
+
+@pytest.mark.parametrize("threads", [2, 3, 16])
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_threads_find_the_same(
+    spec: SignatureSpec, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_index, "LEAST_BYTES", 1)
+    used = set()
+    scan = _kernels.hamming_topk if spec.pooled else _kernels.late_topk
+
+    def noted(*args: object) -> None:
+        used.add(threading.get_ident())
+        time.sleep(0.01)
+        scan(*args)
+
+    monkeypatch.setattr(_kernels, scan.__name__, noted)
+    for few in (False, True):  # many ties
+        model = Model(spec, 3, few)
+        model.extend(333)
+        model.remove(0.3)
+        for k in (1, 5, 64):
+            model.check(model.index.view(), k, threads=threads)
+    assert len(used) > 1
+
+
+@pytest.mark.parametrize("shares", [1, 2, 3, 7, 100])
+@pytest.mark.parametrize("step", [1, 4, 64])
+@pytest.mark.parametrize("sizes", [[64], [64, 64, 1], [0, 13, 200, 0, 64, 77], [1, 1, 1]])
+def test_shares_cover_all_blocks_once(sizes: list[int], step: int, shares: int) -> None:
+    divided = _parallel.divided(sizes, shares, step)
+    assert len(divided) <= shares
+    spans = [span for share in divided for span in share]
+    covered = [(block, at) for block, first, end in spans for at in range(first, end)]
+    assert covered == [(block, at) for block, size in enumerate(sizes) for at in range(size)]
+    assert all(span.first % step == 0 for span in spans)
+    each = -(-sum(sizes) // shares)
+    assert all(sum(end - first for _, first, end in share) < each + step for share in divided)
+
+
+def test_a_failing_thread_fails_the_search() -> None:
+    def scan(spans: list[_parallel.Span]) -> _parallel.Best:
+        if spans[0].first:
+            raise MemoryError("injected")
+        return _parallel.Best(np.zeros((1, 1), np.uint32), np.zeros((1, 1), np.int64))
+
+    with pytest.raises(MemoryError, match="injected"):
+        _parallel.scanned(scan, _parallel.divided([100], 2, 1))
 
 
 def test_long_query_over_few_entries() -> None:

@@ -416,3 +416,23 @@ def test_hits_stay_valid_and_unchanged(
     with hybridmem.open(store.path) as again:
         fill(again, rng, 30)
     assert unchanged()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 7])
+def test_threads_change_nothing(threads: int, store: Any, rng: np.random.Generator) -> None:
+    fill(store, rng, 40, n=2)
+    queries = pair(rng, 3)[0]
+    plain = store.query_many(queries, 0, 9)
+    divided = store.query_many(queries, 0, 9, threads=threads)
+    assert [[(hit.entry_id, hit.score) for hit in hits] for hits in divided] == [
+        [(hit.entry_id, hit.score) for hit in hits] for hits in plain
+    ]
+    one = store.query(queries[0], 0, 9, threads=threads)
+    assert [hit.entry_id for hit in one] == [hit.entry_id for hit in plain[0]]
+
+
+@pytest.mark.parametrize(("wrong", "kind"), [(0, ValueError), (-1, ValueError), (1.5, TypeError)])
+def test_threads_are_counted(wrong: Any, kind: Any, store: Any, rng: np.random.Generator) -> None:
+    fill(store, rng, 3, n=1)
+    with pytest.raises(kind, match="threads: got"):
+        store.query(pair(rng, 1)[0], 0, threads=wrong)
