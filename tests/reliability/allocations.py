@@ -72,6 +72,9 @@ def sweep(
     Not all that follow: an interpreter that never gets memory again cannot even raise.
     """
     tally = Tally()
+    case = OPERATIONS[name](scratch.new())  # what is made once in a process is made here
+    case.act()
+    case.store.close()
     for at in range(first, _MOST, step):
         root = scratch.new()
         try:
