@@ -158,6 +158,11 @@ def write_store(path: str) -> hybridmem.Store:
             f"another program has {path} open for writing: wait until it closes it; commands that "
             "only look need not wait"
         ) from None
+    except errors.ReadOnlyError:
+        raise errors.ReadOnlyError(
+            f"{path} is a memory pack, which does not change: make a store of it with `hybridmem "
+            "snapshot`, and write to that"
+        ) from None
     except errors.StoreIOError as error:
         why = error.__cause__
         if isinstance(why, OSError) and why.errno in (errno.EACCES, errno.EPERM, errno.EROFS):

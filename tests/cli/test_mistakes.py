@@ -19,7 +19,7 @@ from . import ENTRIES, WIDTH
 from .helpers import contents, document, flip, run
 
 #: What helps a program and not who types a command.
-PYTHON = re.compile(r"mode=|open\(|refresh|salvage=|pickle|Traceback")
+PYTHON = re.compile(r"mode=|hybridmem\.|open\(|refresh|salvage=|pickle|Traceback")
 
 
 @pytest.mark.parametrize(
@@ -114,6 +114,17 @@ def test_a_store_that_may_only_be_read(store: Path, monkeypatch: pytest.MonkeyPa
         "read it\n"
     )
     assert document("info", store)["entries"] == ENTRIES - 2
+
+
+def test_a_pack_is_not_written_to(store: Path, tmp_path: Path) -> None:
+    pack, copy = tmp_path / "pack", tmp_path / "copy"
+    run("pack", store, pack)
+    for arguments in (["compact", pack], ["evict", pack, "--to", 1], ["delete", pack, 1]):
+        told = run(*arguments, code=1).stderr
+        assert "make a store of it with `hybridmem snapshot`" in told
+        assert not PYTHON.search(told)
+    run("snapshot", pack, copy)
+    run("delete", copy, 1)
 
 
 def test_a_store_that_is_compacted_meanwhile(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
