@@ -157,17 +157,21 @@ class Layered(Memory):
     def _asked(self, question: Question) -> dict[int, Question]:
         """Return what each store is asked, by number; stores with nothing to find are left out."""
         asked = {}
+        nothing = question._replace(entry_ids=np.empty(0, np.uint64))
         for number, store in enumerate(self.stores):
             if question.layer_idx not in store._table.layers():
                 continue
             if self._limit(number, question.layer_idx) == 0:
-                continue
-            if question.entry_ids is None:
-                asked[number] = question
-            elif len(own := self._own(question.entry_ids, number)):
-                asked[number] = question._replace(entry_ids=own)
-        last = len(self.stores) - 1  # an empty answer, after the checks that one store makes
-        return asked or {last: question._replace(entry_ids=np.empty(0, np.uint64))}
+                one = nothing
+            elif question.entry_ids is None:
+                one = question
+            else:
+                one = question._replace(entry_ids=self._own(question.entry_ids, number))
+            # For `max_run` the entries of all stores count, also those that are not looked for.
+            if one.entry_ids is None or len(one.entry_ids) or question.ranking.max_run:
+                asked[number] = one
+        # An empty answer comes after the checks that one store makes.
+        return asked or {len(self.stores) - 1: nothing}
 
     def _limit(self, number: int, layer: int) -> int | None:
         limit = None if self._limits is None else self._limits[number]

@@ -62,9 +62,14 @@ class Pair:
                 store.calibrate(layer, keys=means[0], queries=means[1])
         self.place: dict[int, tuple[int, int]] = {}  # by id in the union
         for number, entries in enumerate(parts):
-            for keys, values, layer in entries:
+            for at, (keys, values, layer) in enumerate(entries):
                 own = self.parts[number].put(keys, values, layer)
-                self.place[self.union.put(keys, values, layer)] = (number, own)
+                entry_id = self.union.put(keys, values, layer)
+                if at % 5 == 3:
+                    self.parts[number].delete(own)
+                    self.union.delete(entry_id)
+                else:
+                    self.place[entry_id] = (number, own)
         for store in self.parts[:-1]:
             store.close()
         packs = [store.path for store in self.parts[:-1]]
@@ -127,6 +132,20 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
         "among": draw(st.booleans()),
         "options": options,
     }
+
+
+def test_runs_are_counted_over_entries_that_are_not_looked_for(tmp_path: Path) -> None:
+    """The entry of the middle store keeps its neighbours apart, though it is not asked for."""
+    keys = few_keys(1)[0]
+    entry = (keys, keys, 0)
+    with Pair(tmp_path, [[entry], [entry], [entry]], POOLED) as pair:
+        ids = pair.ids([1, 3])
+        for options, n_hits in (({}, 2), ({"max_run": 1}, 2)):
+            wanted = pair.union.query(keys, 0, entry_ids=[1, 3], **options)
+            got = pair.memory.query(keys, 0, entry_ids=ids, **options)
+            assert pair.told(got) == pair.wanted(wanted)
+            assert len(got) == n_hits
+        assert len(pair.memory.query(keys, 0, max_run=1)) == 2
 
 
 @settings(deadline=None, max_examples=40)
