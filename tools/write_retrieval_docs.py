@@ -38,6 +38,14 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
+def all_rankings() -> list[Row]:
+    """Return the rows of both runs over the reported questions; what is in both comes out alike."""
+    first, second = read("report-q8-r640-c64-s4"), read("report-q8-r640-c64-s4-fused")
+    names = [row["ranking"] for row in first]
+    at = names.index("late interaction, exact keys")
+    return [*first[:at], *(row for row in second if row["ranking"] not in names), *first[at:]]
+
+
 def rankings() -> str:
     """What each ranking finds and what the model answers from it: the reported questions."""
     return table(
@@ -54,7 +62,28 @@ def rankings() -> str:
                 between(row, "own", "own_low", "own_high"),
                 between(row, "pooled", "pooled_low", "pooled_high"),
             )
-            for row in read("report-q8-r640-c64-s4")
+            for row in all_rankings()
+        ),
+    )  # fmt: skip
+
+
+def fusion() -> str:
+    """Ways to let layers decide together, and other ideas: the set to choose with."""
+    return table(
+        (
+            "what a layer goes by", "answer loss above full attention",
+            "above each layer by itself", "exact answers", "facts retrieved",
+        ),
+        (
+            (
+                row["variant"],
+                between(row, "above_full", "above_full_low", "above_full_high", "+.2f"),
+                between(row, "above_alone", "above_alone_low", "above_alone_high", "+.2f"),
+                f"{row['exact']} of {row['questions']}",
+                f"{float(row['found']):.2f}",
+            )
+            for row in read("fusion-choose")
+            if row["variant"] != "full attention"
         ),
     )  # fmt: skip
 
@@ -141,6 +170,7 @@ def renewed(page: str) -> str:
     """Return the page with its tables as they are now."""
     made = {
         "rankings": rankings,
+        "fusion-choose": fusion,
         "sizes-choose": sizes,
         "stages": stages,
         "wide": wide,

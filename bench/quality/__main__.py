@@ -33,15 +33,8 @@ def run(args: argparse.Namespace) -> None:
     for name, facts in CHOOSE.items():
         path = captured(build(name, facts, tokenizer, args.seed), model, captures)
         means.append([grouped(layer).mean(0) for layer in load_queries(path)])
-    options = Options(
-        query_tokens=args.query_tokens,
-        retrieved=args.retrieved,
-        chunk=args.chunk,
-        sink=args.sink,
-        seed=args.seed,
-        rankings=[r for r in all_rankings() if not args.only or r.name in args.only],
-    )
-    if len(options.rankings) < len(args.only):
+    rankings = [r for r in all_rankings() if not args.only or r.name in args.only]
+    if len(rankings) < len(args.only):
         raise SystemExit(f"--only: the rankings are {[r.name for r in all_rankings()]}")
     texts = CHOOSE if args.set == "choose" else REPORT
     names = list(texts)
@@ -52,22 +45,33 @@ def run(args: argparse.Namespace) -> None:
         stem = (
             f"{args.set}-{number}-q{args.query_tokens}-r{args.retrieved}-c{args.chunk}-s{args.sink}"
         )
-        stem += "".join(f"-{name.replace(' ', '_')}" for name in args.only)
+        stem += f"-{args.label}" if args.label else ""
         path = args.results / "quality" / f"{stem}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
+        done = set()
+        if path.exists():  # an interrupted run goes on, and a new ranking joins the others
+            for line in path.read_text(encoding="utf-8").splitlines():
+                record = json.loads(line)
+                done.add((record["document"], record["fact"], record["ranking"]))
+        questions = [(name, number) for name in group for number in range(len(texts[name]))]
+        missing = [r for r in rankings if any((*q, r.name) not in done for q in questions)]
+        if not missing:
+            continue
         evaluation = Evaluation(
             model,
             tokenizer,
             {n: texts[n] for n in group},
             np.mean(means, axis=0),
             captures,
-            options,
+            Options(
+                query_tokens=args.query_tokens,
+                retrieved=args.retrieved,
+                chunk=args.chunk,
+                sink=args.sink,
+                seed=args.seed,
+                rankings=missing,
+            ),
         )
-        done = set()
-        if path.exists():  # an interrupted run goes on
-            for line in path.read_text(encoding="utf-8").splitlines():
-                record = json.loads(line)
-                done.add((record["document"], record["fact"]))
         with path.open("a", encoding="utf-8") as out:
             for records in evaluation.run(done):
                 # in one write: whoever stops a run leaves whole questions behind
@@ -87,6 +91,7 @@ def main() -> None:
     parser.add_argument("--retrieved", type=int, default=640, help="tokens")
     parser.add_argument("--chunk", type=int, default=64, help="tokens of an entry: 16 to 128")
     parser.add_argument("--only", action="append", default=[], metavar="RANKING")
+    parser.add_argument("--label", help="keep records and tables apart from those of other runs")
     parser.add_argument("--sink", type=int, default=4, help="first tokens that a cache keeps")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from . import smollm2
 from .documents import TOKENS, WINDOW, Bank, Document, build, captured, load_bank
 from .facts import Fact
-from .rankings import NEEDLES_ONLY, WITHOUT_SINK, Keys, Query, Ranking, grouped
+from .rankings import NEEDLES_ONLY, WITHOUT_SINK, Keys, Query, Ranking, Scores, decisive, grouped
 
 CALIBRATION = 2048  # tokens of each text that a layer's mean key is learned from
 
@@ -96,18 +96,22 @@ class Evaluation:
             self.options.chunk,
         )
 
-    def retrieved(self, scores: NDArray[np.floating[Any]]) -> NDArray[np.int64]:
-        """Tokens of the best chunks among those that left the cache, in their order."""
+    def stored(self, scores: Scores) -> Scores:
+        """Of the chunks that left the cache."""
+        return scores[: (TOKENS - WINDOW) // self.options.chunk]
+
+    def retrieved(self, scores: Scores) -> NDArray[np.int64]:
+        """Tokens of the best of the chunks that left the cache, in their order."""
         chunk = self.options.chunk
-        scores = scores[: (TOKENS - WINDOW) // chunk]
         top = np.argsort(-scores, kind="stable")[: self.options.retrieved // chunk]
         return (np.sort(top)[:, None] * chunk + np.arange(chunk)).reshape(-1)
 
-    def run(self, done: set[tuple[str, int]]) -> Iterator[list[dict[str, Any]]]:
-        """For each question that is not ``done``, one record a ranking."""
+    def run(self, done: set[tuple[str, int, str]]) -> Iterator[list[dict[str, Any]]]:
+        """For each question one record a ranking, but for those that are ``done``."""
         for at, document in enumerate(self.documents):
             for number, fact in enumerate(document.facts):
-                if (document.name, number) in done:
+                asked_of = {ranking.name for ranking in self.options.rankings}
+                if all((document.name, number, name) in done for name in asked_of):
                     continue
                 started = time.perf_counter()
                 asked: dict[int, NDArray[np.float32]] = {}
@@ -117,6 +121,7 @@ class Evaluation:
                 yield [
                     where | {"ranking": name} | needles.get(name, {}) | answers.get(name, {})
                     for name in answers | needles
+                    if (document.name, number, name) not in done
                 ]
                 print(
                     f"{document.name} {number}: {time.perf_counter() - started:.0f} s", flush=True
@@ -137,16 +142,25 @@ class Evaluation:
             found["cache only"]["errors"].append(relative_error(got, exact))
         for which, ranking in enumerate(self.options.rankings):
             own, everywhere, errors = [], [], []
+            of_own: list[Scores] = []
+            of_all: list[Scores] = []
+            below: list[Scores] = []
+            before = at * (TOKENS // chunk)  # chunks of the documents before this one
             for layer in range(smollm2.LAYERS):
                 query = self.query(layer, asked[layer], count)
                 scores = [
                     ranking.score(of_document[layer].indexes[which], query)
                     for of_document in self.layers
                 ]
-                target = scores[at][needle].max()
-                own.append(int((scores[at] > target).sum()))
-                everywhere.append(int(sum((s > target).sum() for s in scores)))
-                got = self._outputs(at, layer, asked[layer], self.retrieved(scores[at]))
+                of_own.append(scores[at])
+                of_all.append(np.concatenate(scores))
+                below.append(self.stored(scores[at]))
+                inside, pooled = decisive(ranking, of_own), decisive(ranking, of_all)
+                there = pooled[before + needle.start : before + needle.stop]
+                own.append(int((inside > inside[needle].max()).sum()))
+                everywhere.append(int((pooled > there.max()).sum()))
+                best = self.retrieved(decisive(ranking, below))
+                got = self._outputs(at, layer, asked[layer], best)
                 errors.append(relative_error(got, outputs[layer]))
             found[ranking.name] = {"own_ranks": own, "pooled_ranks": everywhere, "errors": errors}
         return found
@@ -179,13 +193,16 @@ class Evaluation:
             return bank.rotated[layer], bank.values[layer]
 
         def cache_and(which: int | None, sink: int = self.options.sink) -> smollm2.Memory:
+            below: list[Scores] = []
+
             def memory(layer: int, queries: NDArray[np.float32]) -> tuple[Any, Any]:
                 tokens = np.zeros(0, np.int64)
                 if which is not None:
                     ranking = self.options.rankings[which]
                     query = self.query(layer, queries, len(prompt))
                     scores = ranking.score(self.layers[at][layer].indexes[which], query)
-                    tokens = self.retrieved(scores)
+                    below.append(self.stored(scores))
+                    tokens = self.retrieved(decisive(ranking, below))
                 chosen = held(tokens, sink)
                 return bank.rotated[layer][chosen], bank.values[layer][chosen]
 

@@ -17,6 +17,7 @@ from hybridmem.hdc import Projector
 from .smollm2 import HEAD_DIM, KV_HEADS, WIDTH
 
 Floats = NDArray[np.float32]
+Scores = NDArray[np.floating[Any]]
 
 
 @dataclass
@@ -54,7 +55,7 @@ class Ranking(Protocol):
 
     def index(self, keys: Keys) -> Any: ...
 
-    def score(self, index: Any, query: Query) -> NDArray[np.floating[Any]]: ...
+    def score(self, index: Any, query: Query) -> Scores: ...
 
 
 def words(signatures: NDArray[np.uint8]) -> NDArray[np.uint64]:
@@ -109,12 +110,14 @@ class Pooled:
         means = pooled(keys.rotated if self.rotated else keys.unrotated, keys.chunk)
         if self.centre:
             means = means - keys.mean
-        return words(Projector(WIDTH, self.bits).project(means)), np.linalg.norm(means, axis=1)
+        return words(Projector(means.shape[1], self.bits).project(means)), np.linalg.norm(
+            means, axis=1
+        )
 
     def score(self, index: Any, query: Query) -> NDArray[np.float64]:
         signatures, norms = index
         row = (query.rotated if self.rotated else query.unrotated).mean(0, keepdims=True)
-        distance = hamming(signatures, words(Projector(WIDTH, self.bits).project(row)))[0]
+        distance = hamming(signatures, words(Projector(row.shape[1], self.bits).project(row)))[0]
         return (
             norms * np.cos(np.pi * distance / self.bits)
             if self.norms
@@ -141,13 +144,13 @@ class Late:
         rows = pooled(rows, self.tokens) if self.tokens > 1 else rows
         if self.centre_keys:
             rows = rows - keys.mean
-        return words(Projector(WIDTH, self.bits).project(rows))
+        return words(Projector(rows.shape[1], self.bits).project(rows))
 
     def score(self, index: NDArray[np.uint64], query: Query) -> NDArray[np.float64]:
         rows = query.rotated if self.rotated else query.unrotated
         if self.centre_query:
             rows = rows - query.mean
-        distance = hamming(index, words(Projector(WIDTH, self.bits).project(rows)))
+        distance = hamming(index, words(Projector(rows.shape[1], self.bits).project(rows)))
         return -best(distance, query.chunk // self.tokens, np.minimum)
 
 
@@ -172,6 +175,58 @@ class Staged:
         kept = np.argsort(-self.first.score(index[0], query), kind="stable")[: self.keep]
         out[kept] = scores[kept]
         return out
+
+
+@dataclass(frozen=True)
+class Layers:
+    """What the layers below found counts too, since entries of all layers are of the same tokens.
+
+    ``score`` is that of one layer; ``together`` makes of the layers' scores what decides.
+
+    Attributes
+    ----------
+    how : {"ranks", "z"}
+        A layer counts for its ``top`` best entries with their reciprocal ranks, or for all of them
+        with its scores less their mean, in parts of their standard deviation.
+    decay : float
+        What the count of the layers below is multiplied by in every layer.
+    """
+
+    name: str
+    of: Ranking
+    how: str = "ranks"
+    top: int = 10
+    decay: float = 1.0
+
+    def entry_bytes(self, chunk: int) -> int:
+        return self.of.entry_bytes(chunk)
+
+    def index(self, keys: Keys) -> Any:
+        return self.of.index(keys)
+
+    def score(self, index: Any, query: Query) -> Scores:
+        return self.of.score(index, query)
+
+    def together(self, layers: list[Scores]) -> Scores:
+        """Scores of the last of ``layers``, the first ones of the model up to it."""
+        total = np.zeros(len(layers[-1]))
+        for scores in layers:
+            total = total * self.decay + self._counted(scores)
+        return total
+
+    def _counted(self, scores: Scores) -> Scores:
+        if self.how == "z":
+            return np.asarray((scores - scores.mean()) / scores.std())
+        out = np.zeros(len(scores))
+        best = np.argsort(-scores, kind="stable")[: self.top]
+        out[best] = 1 / np.arange(1, len(best) + 1)
+        return out
+
+
+def decisive(ranking: Ranking, layers: list[Scores]) -> Scores:
+    """What ``ranking`` orders the entries of a layer by: the last of ``layers``, whose scores
+    stand in the order of the model."""
+    return ranking.together(layers) if isinstance(ranking, Layers) else layers[-1]
 
 
 @dataclass(frozen=True)
@@ -233,6 +288,9 @@ def all_rankings() -> list[Ranking]:
         Late("tokens x 256, query not centred", 256, centre_query=False),
         Late("tokens x 256, nothing centred", 256, centre_keys=False, centre_query=False),
         Staged("tokens x 64 keeps 4k, x 256 decides", Late("", 64), Late("", 256)),
+        Layers("tokens x 256, layers fused", Late("", 256)),
+        Layers("tokens x 128, layers fused", Late("", 128)),
+        Layers("16 tokens x 256, layers fused", Late("", 256, tokens=16)),
         ExactLate("late interaction, exact keys"),
         ExactLate("late interaction, exact cosine", cosine=True),
     ]

@@ -133,16 +133,33 @@ def write_csv(path: Path, table: list[dict[str, Any]]) -> None:
             writer.writerow(short)
 
 
+def read_csv(path: Path) -> list[dict[str, Any]]:
+    """The rows that `write_csv` wrote; cells that were empty are left out."""
+
+    def value(text: str) -> Any:
+        for kind in (int, float):
+            try:
+                return kind(text)
+            except ValueError:
+                continue
+        return text
+
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = [{k: value(v) for k, v in row.items() if v} for row in csv.DictReader(file)]
+    return [{"bytes_per_entry": ""} | row for row in rows]
+
+
 def write_tables(results: Path, out: Path) -> None:
-    """Tables of every run whose records lie in ``results``."""
+    """Tables of every run whose records lie in ``results``, and of all in ``out`` one page."""
     out.mkdir(parents=True, exist_ok=True)
-    parts = ["See ../README.md. Intervals are 95 % of a bootstrap over questions.\n"]
     for run, records in read(results).items():
         chunk = int(run.split("-c")[1].split("-")[0])
         top = int(run.split("-r")[1].split("-")[0]) // chunk
-        table = rows(records, chunk, top)
-        write_csv(out / f"{run}.csv", table)
+        write_csv(out / f"{run}.csv", rows(records, chunk, top))
         write_csv(out / f"{run}-layers.csv", by_layer(records, top))
-        parts.append(f"## {run}\n\n{markdown(table)}\n")
-        print(parts[-1])
+        print(f"## {run}\n\n{markdown(read_csv(out / f'{run}.csv'))}\n")
+    parts = ["See ../README.md. Intervals are 95 % of a bootstrap over questions.\n"]
+    for path in sorted(out.glob("*-q*-r*-c*-s*.csv")):
+        if not path.stem.endswith("-layers"):
+            parts.append(f"## {path.stem}\n\n{markdown(read_csv(path))}\n")
     (out / "tables.md").write_text("\n".join(parts), encoding="utf-8")

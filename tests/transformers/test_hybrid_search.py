@@ -10,6 +10,7 @@ from tiny_models import left_padding, run, text, torch, transformers
 
 import hybridmem
 from hybridmem.integrations.transformers import retrieval
+from hybridmem.integrations.transformers._fusion import Fusion
 
 pytestmark = [pytest.mark.torch, pytest.mark.transformers]
 
@@ -211,3 +212,110 @@ def test_first_prompt_with_memory_of_others_in_blocks(tiny_model: Any, new_cache
             cache.window = 100
             got.append(run(model, ids, [18], cache))
     assert torch.allclose(got[0], got[1], atol=1e-4)
+
+
+def place(cache: Any, entry_id: int) -> tuple[int, int]:
+    placement = cache.placement(entry_id)
+    return placement.session, placement.token
+
+
+def fused(cache: Any, found: list[list[int]], top_k: int) -> list[tuple[int, int]]:
+    """What the last of several layers goes by, from the ids that each found, best first."""
+    sums: dict[tuple[int, int], float] = {}
+    for ids in found:
+        for rank, entry_id in enumerate(ids[:top_k]):
+            where = place(cache, entry_id)
+            sums[where] = sums.get(where, 0) + 1 / (rank + 1)
+    return sorted(sums, key=lambda where: -sums[where])
+
+
+def attended(cache: Any, layer: int, row: int = 0) -> list[tuple[int, int]]:
+    """What the queries of the newest tokens attended to, in its order."""
+    return [place(cache, hit.entry_id) for hit in cache.layers[layer].searched[0][row]]
+
+
+def alone(cache: Any, found: list[int]) -> list[tuple[int, int]]:
+    return sorted(place(cache, entry_id) for entry_id in found)
+
+
+@pytest.mark.parametrize("last", [1, 9])
+def test_a_layer_goes_by_those_below_it_too(
+    tiny_model: Any, new_cache: Any, searches: Searches, last: int
+) -> None:
+    model, length = tiny_model(), 70 + last
+    cache = new_cache(model, top_k=3, query_tokens=4, block_tokens=8)
+    ids, mask = text(length, batch=2), left_padding(length, [0, 11])
+    with retrieval(model):
+        run(model, ids[:, :70], [70], cache, mask[:, :70])
+        searches.clear()
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, 70:]
+        model(ids[:, 70:], cache=cache, attention_mask=mask, position_ids=positions)
+    others = 0
+    for row in range(2):
+        found = []
+        for layer in range(3):
+            of_rows = np.split(np.array([ids for _, ids in searches.of(layer)]), 2)
+            found.append(of_rows[row][-1].tolist())
+            assert len(found[-1]) == 3
+            wanted = sorted(fused(cache, found, 3)[:3])
+            assert attended(cache, layer, row) == wanted
+            others += wanted != alone(cache, found[-1])
+    assert others
+
+
+def test_layers_that_go_by_themselves(tiny_model: Any, new_cache: Any, searches: Searches) -> None:
+    model = tiny_model()
+    cache = new_cache(model, top_k=3, fuse_layers=False)
+    with retrieval(model):
+        run(model, text(71), [70, 1], cache)
+    for layer in range(3):
+        assert attended(cache, layer) == alone(cache, searches.of(layer)[-1][1])
+
+
+def test_layers_fuse_what_they_find_of_others(
+    tiny_model: Any, new_cache: Any, searches: Searches
+) -> None:
+    """A layer attends to what it found itself, in the order of all: its candidates are more."""
+    model = tiny_model()
+    first = new_cache(model)
+    with retrieval(model):
+        run(model, text(120), [120], first)
+    others = 0
+    for seed in range(3, 9):
+        cache = new_cache(model, path=first.store, recall="all", top_k=3)
+        searches.clear()
+        with retrieval(model):
+            run(model, text(9, seed=seed), [9], cache)
+        found = []
+        for layer in range(3):
+            found.append(searches.of(layer)[-1][1])
+            assert len(found[-1]) == 12
+            at_hand = alone(cache, found[-1])
+            wanted = sorted([one for one in fused(cache, found, 3) if one in at_hand][:3])
+            assert attended(cache, layer) == wanted
+            others += wanted != alone(cache, found[-1][:3])
+    assert others
+
+
+def test_what_one_layer_has_evicted_is_passed_over(tiny_model: Any, new_cache: Any) -> None:
+    model = tiny_model()
+    cache = new_cache(model, top_k=3)
+    with retrieval(model):
+        run(model, text(71), [70, 1], cache)
+        gone = {hit.entry_id for hit in cache.layers[2].searched[0][0]}
+        for entry_id in gone:
+            cache.store.delete(entry_id)
+        run(model, text(1, seed=4), [1], cache)
+    left = {hit.entry_id for hit in cache.layers[2].searched[0][0]}
+    assert len(left) == 3
+    assert not left & gone
+
+
+def test_reciprocal_ranks_are_summed_over_the_layers_of_a_forward() -> None:
+    fusion = Fusion()
+    a, b, c = (0, 1), (0, 2), (7, 64)
+    assert fusion.best(9, "x", [a, b, c]) == [a, b, c]
+    assert fusion.best(9, "x", [c, b]) == [c, a, b]  # 4/3, 1, 1/2 + 1/2: the first found first
+    assert fusion.best(9, "y", [b]) == [b]
+    assert fusion.best(9, "x", [b]) == [b, c, a]
+    assert fusion.best(10, "x", [c]) == [c]

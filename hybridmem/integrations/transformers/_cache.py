@@ -20,6 +20,7 @@ import hybridmem
 from hybridmem.errors import ModelMismatchError, ReadOnlyError, StoreNotFoundError
 from hybridmem.integrations.transformers._call import Track
 from hybridmem.integrations.transformers._entries import Placement
+from hybridmem.integrations.transformers._fusion import Fusion
 from hybridmem.integrations.transformers._layer import HybridLayer, Row
 from hybridmem.integrations.transformers._rope import (
     LENGTH_DEPENDENT,
@@ -71,6 +72,8 @@ class HybridCache(Cache):
         Whether a conversation sees only what it stored itself, everything in the store, or
         nothing: then it only stores, which is what an ordinary bounded cache answers, for
         comparison.
+    fuse_layers : bool, default True
+        Whether a layer goes by what the layers below it have found too, not by its own search only.
     centre : bool, default True
         Whether the store is calibrated for a layer before the layer's first entry: means of keys
         and queries, which say nothing about the text, are then taken off before they are compared.
@@ -104,6 +107,7 @@ class HybridCache(Cache):
         block_tokens: int = 64,
         search_interval: int = 1,
         recall: Literal["own", "all", "none"] = "own",
+        fuse_layers: bool = True,
         centre: bool = True,
         importance: float = 1.0,
         kv_dtype: str | None = None,
@@ -126,7 +130,8 @@ class HybridCache(Cache):
         self.window, self.top_k, self.chunk_tokens = window, top_k, chunk_tokens
         self.sink_tokens, self.query_tokens = sink_tokens, query_tokens
         self.block_tokens, self.search_interval = block_tokens, search_interval
-        self.recall, self.centre, self.importance = recall, centre, importance
+        self.recall, self.fuse_layers = recall, fuse_layers
+        self.centre, self.importance = centre, importance
         self._kv_dtype = kv_dtype
         config = config.get_text_config(decoder=True)
         self.rope = fingerprint(config)
@@ -145,6 +150,7 @@ class HybridCache(Cache):
                 self.store.close()
             raise
         self.track = Track()
+        self.fusion = Fusion()
         self._sessions: list[int] = []
 
     # -- opening -----------------------------------------------------------------------------------
@@ -358,6 +364,7 @@ class HybridCache(Cache):
         for layer in self.layers:
             layer.reset()
         self.track = Track()
+        self.fusion = Fusion()
         self._sessions = []
 
     def branch(self) -> HybridCache:
@@ -369,6 +376,7 @@ class HybridCache(Cache):
             _branched(layer, new) if isinstance(layer, HybridLayer) else copy.deepcopy(layer)
             for layer in self.layers
         ]
+        new.fusion = Fusion()
         new.track = Track()
         new.track.__dict__.update(self.track.__dict__)
         new._sessions = []

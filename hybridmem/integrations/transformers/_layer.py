@@ -41,14 +41,14 @@ class Row:
     sink_keys: torch.Tensor | None = None
     sink_values: torch.Tensor | None = None
     taken: int = 0
-    _set: set[int] = dataclasses.field(default_factory=set, repr=False)
+    _places: dict[int, int] = dataclasses.field(default_factory=dict, repr=False)
     _array: npt.NDArray[np.uint64] | None = dataclasses.field(default=None, repr=False)
 
-    def own(self) -> set[int]:
-        """Return `entry_ids` as a set."""
-        if len(self._set) != len(self.entry_ids):
-            self._set = set(self.entry_ids)
-        return self._set
+    def own(self) -> dict[int, int]:
+        """Return the place of each id in `entry_ids`."""
+        if len(self._places) != len(self.entry_ids):
+            self._places = {entry_id: at for at, entry_id in enumerate(self.entry_ids)}
+        return self._places
 
     def ids(self) -> npt.NDArray[np.uint64]:
         """Return `entry_ids` as an array."""

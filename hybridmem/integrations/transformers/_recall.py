@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -12,10 +13,14 @@ import torch
 
 from hybridmem.integrations._tensors import as_tensor
 from hybridmem.integrations.transformers._call import Call
+from hybridmem.integrations.transformers._fusion import Span
 from hybridmem.integrations.transformers._layer import HybridLayer, Row
 from hybridmem.integrations.transformers._rope import move
 
 __all__ = ["Block", "Memory", "recall"]
+
+#: Hits a layer looks at, in parts of `top_k`, for entries that other conversations have put.
+CANDIDATES = 4
 
 
 @dataclasses.dataclass
@@ -108,17 +113,43 @@ def _search(
     if (ids is not None and len(ids) == 0) or not asked:
         return [[] for _ in stops]
     cache = layer.cache
-    found = cache.store.query_many(asked, layer.layer_idx, cache.top_k, entry_ids=ids)
-    own = layer.rows[number].own()
-    answers = iter(
-        [
-            hit
-            for hit in sorted(hits, key=lambda hit: hit.entry_id)
-            if hit.entry_id in own or cache.place(hit)
-        ]
-        for hits in found
-    )
-    return [next(answers) if len(each) else [] for each in newest]
+    # Entries of others that the layers below found are looked for among more candidates.
+    depth = cache.top_k * (CANDIDATES if cache.fuse_layers and ids is None else 1)
+    found = iter(cache.store.query_many(asked, layer.layer_idx, depth, entry_ids=ids))
+    first = layer.seen - queries.shape[1]
+    return [
+        _chosen(layer, number, first + stop, next(found)) if len(each) else []
+        for stop, each in zip(stops, newest, strict=True)
+    ]
+
+
+def _chosen(layer: HybridLayer, number: int, stop: int, hits: Sequence[Any]) -> list[Any]:
+    """Return the entries to attend to, oldest first, for the queries before token `stop`.
+
+    They are the best by the sum of the reciprocal ranks that their tokens have in this layer and in
+    those below it.
+    """
+    cache, row = layer.cache, layer.rows[number]
+    own = row.own()
+    at_hand: dict[Span, Any] = {}
+    for hit in hits:
+        place = own.get(hit.entry_id)
+        if place is not None:
+            at_hand[0, place] = hit
+        elif placement := cache.place(hit):
+            at_hand[placement.session, placement.token] = hit
+    if not cache.fuse_layers:
+        return sorted(at_hand.values(), key=lambda hit: hit.entry_id)
+    chosen: list[Any] = []
+    for span in cache.fusion.best(layer.seen, (number, stop), list(at_hand)[: cache.top_k]):
+        if len(chosen) == cache.top_k:
+            break
+        if span not in at_hand and span[0] == 0:
+            with contextlib.suppress(KeyError):  # the store has evicted it
+                at_hand[span] = cache.store.get(row.entry_ids[span[1]])
+        if span in at_hand:
+            chosen.append(at_hand[span])
+    return sorted(chosen, key=lambda hit: hit.entry_id)
 
 
 def _memory(layer: HybridLayer, call: Call, found: Sequence[Sequence[Any]]) -> Memory | None:

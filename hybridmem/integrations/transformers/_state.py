@@ -37,6 +37,7 @@ SETTINGS = (
     "block_tokens",
     "search_interval",
     "recall",
+    "fuse_layers",
     "centre",
     "importance",
 )
