@@ -202,7 +202,7 @@ class Layered(Memory):
 
         Raises
         ------
-        KeyError
+        EntryNotFoundError
             If it is of none of these stores.
         """
         number, own = self._place(entry_id)
@@ -213,7 +213,7 @@ class Layered(Memory):
         own = asked & (1 << ID_BITS) - 1
         number = self._by_tag.get(asked - own)
         if number is None:
-            raise no_entry("none of these stores", entry_id)
+            raise no_entry(repr(self), entry_id)
         return number, own
 
     @property
@@ -236,7 +236,7 @@ class Layered(Memory):
 
         Raises
         ------
-        KeyError
+        EntryNotFoundError
             If there is no such entry, or no longer.
         """
         self._check_open()
@@ -348,7 +348,7 @@ class Layered(Memory):
 
         Raises
         ------
-        KeyError
+        EntryNotFoundError
             If there is no such entry, or no longer.
         ReadOnlyError
             If it is of another store.

@@ -280,6 +280,8 @@ def test_ids_stay_what_they_are_beside_other_stores(new_store: Any) -> None:
         missing = list(both)[2] + 1
         with pytest.raises(KeyError, match=f"has no entry {missing}: it was deleted, evicted or"):
             asked(missing)
+        with pytest.raises(KeyError, match=r"Layered .*mode='r\+'> has no entry -1"):
+            asked(-1)
     assert "x" not in both
 
 

@@ -52,3 +52,9 @@ def test_metrics_are_the_stats_at_each_scrape(tmp_path: Path) -> None:
     with hybridmem.open(tmp_path / "mem", mode="r") as store:
         prometheus.watch(store, registry=registry)  # the name is free again
         assert value("hybridmem_entries") == 1
+        with hybridmem.layered([tmp_path / "other" / "mem", store]) as memory:
+            with pytest.raises(ValueError, match="name: got none"):
+                prometheus.watch(memory, registry=registry)
+            prometheus.watch(memory, "both", registry)
+            assert registry.get_sample_value("hybridmem_entries", {"store": "both"}) == 1
+        assert registry.get_sample_value("hybridmem_entries", {"store": "both"}) is None

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from hybridmem.errors import StoreClosedError
+from hybridmem.memory import Memory
 from hybridmem.results import Stats
 from hybridmem.store import Store
 
@@ -38,10 +39,10 @@ class StoreCollector:
     """Reads `Store.stats` of the stores it watches when it is asked. Closed ones drop out."""
 
     def __init__(self) -> None:
-        self._stores: dict[str, Store] = {}
+        self._stores: dict[str, Memory] = {}
         self._lock = threading.Lock()
 
-    def add(self, store: Store, name: str) -> None:
+    def add(self, store: Memory, name: str) -> None:
         """Watch one more store, under a name of its own."""
         with self._lock:
             self._all_stats()
@@ -86,14 +87,15 @@ class StoreCollector:
 _collectors: weakref.WeakKeyDictionary[Any, StoreCollector] = weakref.WeakKeyDictionary()
 
 
-def watch(store: Store, name: str | None = None, registry: Any = None) -> None:
+def watch(store: Memory, name: str | None = None, registry: Any = None) -> None:
     """Tell Prometheus of a store for as long as it is open.
 
     Parameters
     ----------
-    store : Store
+    store : Memory
+        A store, or several that are layered.
     name : str, optional
-        Value of the label `store`; the last part of the store's path by default.
+        Value of the label `store`; the last part of a store's path by default.
     registry : prometheus_client.CollectorRegistry, optional
         The process's own by default.
 
@@ -114,4 +116,10 @@ def watch(store: Store, name: str | None = None, registry: Any = None) -> None:
     if collector is None:
         collector = _collectors[registry] = StoreCollector()
         registry.register(collector)
-    collector.add(store, store.path.name if name is None else name)
+    if name is None:
+        if not isinstance(store, Store):
+            raise ValueError(
+                "name: got none, want one: only a single store has a path to name it by"
+            )
+        name = store.path.name
+    collector.add(store, name)
