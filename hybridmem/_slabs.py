@@ -56,8 +56,8 @@ class _Slab:
             with contextlib.suppress(OSError):  # a kernel without them
                 self.map.madvise(mmap.MADV_HUGEPAGE)
         self.shown = memoryview(self.map).toreadonly()
-        address = np.frombuffer(self.map, np.uint8).__array_interface__["data"][0]
-        self.used = -int(address) % _HUGE_PAGE
+        # Not `__array_interface__`, which ends the interpreter where no memory is left for it.
+        self.used = -np.frombuffer(self.map, np.uint8).ctypes.data % _HUGE_PAGE
         self.end = self.used + size
 
     def forget(self, start: int, size: int) -> None:
@@ -101,7 +101,7 @@ class Pool:
         buffer: Any
         if nbytes < LEAST_BYTES:
             buffer = np.empty(nbytes + 64, np.uint8)
-            start = -int(buffer.__array_interface__["data"][0]) % 64
+            start = -buffer.ctypes.data % 64
             owner = np.frombuffer(memoryview(buffer).toreadonly(), kind, count, start)
         else:
             piece = self._take(_rounded(nbytes))

@@ -111,7 +111,7 @@ def _room(buffer: Any, cache: Any, name: str) -> int:
 def _place(x: Any) -> tuple[int, tuple[int, ...]]:
     """Return where the rows of an array or a tensor lie."""
     if isinstance(x, np.ndarray):
-        return int(x.__array_interface__["data"][0]), x.strides[-2:]
+        return x.ctypes.data, x.strides[-2:]
     return int(x.data_ptr()), tuple(x.stride()[-2:])
 
 
