@@ -118,8 +118,6 @@ def watch(store: Memory, name: str | None = None, registry: Any = None) -> None:
         registry.register(collector)
     if name is None:
         if not isinstance(store, Store):
-            raise ValueError(
-                "name: got none, want one: only a single store has a path to name it by"
-            )
+            raise ValueError("name: got none, want one: only a store has a path to name it by")
         name = store.path.name
     collector.add(store, name)
