@@ -102,6 +102,10 @@ def audit(
         "recency": [layer.ids[::-1]] * len(queries),
         f"{own}: this store": [ids for ids, _ in layer.view.search(signed, depth, layer.ids)],
     }
+    if any(layer.view.is_large(query, len(layer.ids), k) for query in signed):
+        orders[f"{own}, approximate: this store"] = [
+            ids for ids, _ in layer.view.search(signed, k, layer.ids, approximate=True)
+        ]
     if signatures.spec.pooled and layer.number in signatures.centres:
         everything = layer.view.search(signed, len(layer.ids), layer.ids)
         orders[f"{own}, by norm: this store"] = [

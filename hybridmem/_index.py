@@ -334,14 +334,14 @@ class IndexView:
             places = self.find(wanted)
             return [
                 self._search_gated(query, k, places)
-                if approximate and self._is_large(query, len(places), k)
+                if approximate and self.is_large(query, len(places), k)
                 else self._search_at(query, k, places)
                 for query in checked
             ]
         k = min(k, self._places)
         if k == 0:
             return [_nothing() for _ in checked]
-        if approximate and all(self._is_large(query, self._places, k) for query in checked):
+        if approximate and all(self.is_large(query, self._places, k) for query in checked):
             return [self._search_gated(query, k, None) for query in checked]
         if k <= RUNNING_K:
             return self._search_running(checked, k, threads)
@@ -391,7 +391,8 @@ class IndexView:
             results.append((self._ids(places[:found]), distances[:found].copy()))
         return results
 
-    def _is_large(self, query: _U8, n: int, k: int) -> bool:
+    def is_large(self, query: _U8, n: int, k: int) -> bool:
+        """Whether a search for k of n entries may be approximate."""
         return len(query) > GATES[0][0] and n >= LARGE and 4 * k <= n // GATES[-1][1]
 
     def _search_gated(self, query: _U8, k: int, places: _I64 | None) -> tuple[_U64, _U32]:

@@ -14,6 +14,7 @@ import twins
 from numpy.typing import NDArray
 
 import hybridmem
+from hybridmem import _index
 
 Floats = NDArray[np.float32]
 WIDTH, HEADS, SEED = 16, 2, 5
@@ -205,6 +206,29 @@ def test_rows_of_this_store_are_what_query_answers(
         for at, (query, scores) in enumerate(zip(queries, truths, strict=True)):
             ids = {hit.entry_id for hit in store.query(query, 7, k, **options)}
             assert each[at] == len(ids & set(first(scores, k))) / k
+
+
+def test_large_layers_have_a_row_for_the_approximate_search(
+    tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = {at + 1: rows(rng, 1 + at % 2) - 1 for at in range(1100)}
+    queries = [rows(rng, 2 + at % 8) - 1 for at in range(32)]
+    store = hybridmem.create(
+        tmp_path / "mem", embed_dim=WIDTH, hdc_dim=128, signature_tokens=1, signature_bits=64
+    )
+    store.put_many([(chunk, chunk) for chunk in keys.values()], layer_idx=7)
+    name = "every token, 64 bits, approximate: this store"
+    assert name not in store.audit(queries, 7, 16).recall
+    monkeypatch.setattr(_index, "LARGE", 1100)
+    found = store.audit(queries, 7, 16, n_heads=HEADS).recall
+    for at, query in enumerate(queries):
+        ids = {hit.entry_id for hit in store.query(query, 7, 16, approximate=True)}
+        wanted = first(brute("late", query, keys, ZERO), 16)
+        assert found[name]["late"][at] == len(ids & set(wanted)) / 16
+    exact = found["every token, 64 bits: this store"]["late"]
+    assert (found[name]["late"] != exact).any()
+    assert found[name]["late"][0] == exact[0]  # of two tokens, all of which are looked for
+    store.close()
 
 
 def test_few_queries_are_not_centred_by_one_another(
