@@ -22,8 +22,8 @@ from hybridmem.store import Store
 __all__ = ["Session", "Sessions", "sessions"]
 
 StrPath = str | os.PathLike[str]
-#: What `hybridmem.open` takes anew.
-_LIMITS = ("max_entries", "max_disk_bytes", "shard_max_bytes", "max_open_shards")
+#: What `hybridmem.open` looks at itself.
+_TAKEN = ("max_entries", "max_disk_bytes", "shard_max_bytes", "max_open_shards", "model_id")
 _MAX_NAME_BYTES = 200
 #: Windows takes none of these, and this package none that it could not take there.
 _FORBIDDEN = frozenset('/\\:*?"<>|')
@@ -103,6 +103,8 @@ class Sessions:
         ------
         ValueError
             If the name is no name for a session, or the session has other fields of `Config`.
+        ModelMismatchError
+            If it holds keys and values of another model than the `model_id` given to `sessions`.
         StoreNotFoundError
             If there is none and it is not to be made: the mode is "r", or no `embed_dim` was given.
         StoreLockedError
@@ -129,8 +131,8 @@ class Sessions:
         return store
 
     def _opened(self, path: Path, mode: str) -> Store:
-        limits = {field: value for field, value in self._config.items() if field in _LIMITS}
-        store = opening.open(path, mode, **limits)
+        options = {field: value for field, value in self._config.items() if field in _TAKEN}
+        store = opening.open(path, mode, **options)
         for field, value in self._config.items():
             got = getattr(store.config, field)
             if got != value:

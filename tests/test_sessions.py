@@ -121,6 +121,8 @@ def test_fields_of_a_session(sessions: hybridmem.Sessions, root: Path) -> None:
         hybridmem.sessions(root, embed_dim=WIDTH, hdc_dim=128).open("alice")
     with hybridmem.sessions(root, embed_dim=WIDTH, max_entries=1).open("alice") as store:
         assert store.config.max_entries == 1
+    with pytest.raises(hybridmem.ModelMismatchError, match="unnamed model, not of 'A'"):
+        hybridmem.sessions(root, embed_dim=WIDTH, model_id="A").open("alice")
     with pytest.raises(TypeError):
         hybridmem.sessions(root, no_field=1)
     with pytest.raises(ValueError, match="hdc_dim"):

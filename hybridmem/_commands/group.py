@@ -28,6 +28,7 @@ __all__ = [
     "read_stores",
     "refuse",
     "store_argument",
+    "stores_argument",
     "wants_json",
     "working",
     "write_store",
@@ -119,6 +120,13 @@ def json_option(command: F) -> F:
 def store_argument(command: F) -> F:
     """Give a command the argument STORE."""
     return click.argument("store", type=click.Path())(command)
+
+
+def stores_argument(command: F) -> F:
+    """Give a command the argument STORE..., one or several."""
+    return click.argument("stores", metavar="STORE...", nargs=-1, required=True, type=click.Path())(
+        command
+    )
 
 
 def pread_option(command: F) -> F:

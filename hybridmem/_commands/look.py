@@ -24,6 +24,7 @@ from hybridmem._commands.group import (
     read_stores,
     refuse,
     store_argument,
+    stores_argument,
     working,
 )
 from hybridmem._sums import SUMS_NAME
@@ -40,47 +41,78 @@ _ORDERS = {
 
 
 @commands.command()
-@store_argument
+@stores_argument
 @pread_option
 @json_option
-def info(store: str, io: str) -> None:
-    """Show what a store is, what it holds and how large it is."""
-    with read_store(store, io) as opened:
+def info(stores: tuple[str, ...], io: str) -> None:
+    """Show what a store is, what it holds and how large it is.
+
+    Of several stores, each by itself, and that they can answer as one.
+    """
+    with read_stores(stores, io) as opened:
+        documents = [_told(store) for store in opened.stores]
+        lines = [line for store in opened.stores for line in [*_lines(store), ""]]
+        if len(stores) == 1:
+            emit(documents[0], lines[:-1])
+            return
         stats = opened.stats()
-        config = opened.config
-        record_bytes = 40 + config.hdc_dim // 8
-        is_pack = SUMS_NAME in os.listdir(opened.path)
-        document = {
-            "path": str(opened.path),
-            "store_id": opened.store_id,
-            "pack": is_pack,
-            "config": config.to_dict(),
-            "record_bytes": record_bytes,
-            **{
-                name: value
-                for name, value in dataclasses.asdict(stats).items()
-                if name not in ("queries", "hits", "evicted", "unflushed_bytes")
-            },
+        together = {
+            "entries": stats.entries,
+            "entries_by_layer": stats.entries_by_layer,
+            "tokens": stats.tokens,
+            "disk_bytes": stats.disk_bytes,
         }
-        kept = "INT8" if config.quantize_stored else config.kv_dtype
-        emit(document, text.pairs(
-            [
-                ("path", opened.path),
-                *([("pack", "yes: it does not change")] * is_pack),
-                ("store id", opened.store_id),
-                ("model", config.model_id or "not named"),
-                ("generation", f"{stats.generation:,}"),
-                ("entries", f"{stats.entries:,} of {text.plural(stats.tokens, 'token')}"),
-                ("layers", _layers(stats.entries_by_layer)),
-                ("width", f"{config.embed_dim:,}, kept as {kept}"),
-                ("signature", _signature(opened)),
-                ("on disk", text.size(stats.disk_bytes)),
-                ("shards", f"{stats.shards:,}"),
-                ("live", text.size(stats.live_bytes)),
-                ("dead", f"{text.size(stats.dead_bytes)}, which compact gives back"),
-                ("limits", _limits(opened)),
-            ]
-        ))  # fmt: skip
+    lines += text.pairs(
+        [
+            ("together", text.plural(len(stores), "store") + " that answer as one"),
+            ("entries", f"{stats.entries:,} of {text.plural(stats.tokens, 'token')}"),
+            ("layers", _layers(stats.entries_by_layer)),
+            ("on disk", text.size(stats.disk_bytes)),
+        ]
+    )
+    emit({"stores": documents, **together}, lines)
+
+
+def _told(store: Store) -> dict[str, Any]:
+    return {
+        "path": str(store.path),
+        "store_id": store.store_id,
+        "pack": _is_pack(store),
+        "config": store.config.to_dict(),
+        "record_bytes": 40 + store.config.hdc_dim // 8,
+        **{
+            name: value
+            for name, value in dataclasses.asdict(store.stats()).items()
+            if name not in ("queries", "hits", "evicted", "unflushed_bytes")
+        },
+    }
+
+
+def _is_pack(store: Store) -> bool:
+    return SUMS_NAME in os.listdir(store.path)
+
+
+def _lines(store: Store) -> list[str]:
+    stats, config = store.stats(), store.config
+    kept = "INT8" if config.quantize_stored else config.kv_dtype
+    return text.pairs(
+        [
+            ("path", store.path),
+            *([("pack", "yes: it does not change")] * _is_pack(store)),
+            ("store id", store.store_id),
+            ("model", config.model_id or "not named"),
+            ("generation", f"{stats.generation:,}"),
+            ("entries", f"{stats.entries:,} of {text.plural(stats.tokens, 'token')}"),
+            ("layers", _layers(stats.entries_by_layer)),
+            ("width", f"{config.embed_dim:,}, kept as {kept}"),
+            ("signature", _signature(store)),
+            ("on disk", text.size(stats.disk_bytes)),
+            ("shards", f"{stats.shards:,}"),
+            ("live", text.size(stats.live_bytes)),
+            ("dead", f"{text.size(stats.dead_bytes)}, which compact gives back"),
+            ("limits", _limits(store)),
+        ]
+    )
 
 
 def _layers(by_layer: dict[int, int]) -> str:
@@ -219,7 +251,7 @@ def _described(rows: npt.NDArray[np.float32]) -> str:
 
 
 @commands.command()
-@click.argument("stores", metavar="STORE...", nargs=-1, required=True, type=click.Path())
+@stores_argument
 @click.option(
     "--layer", type=click.IntRange(0), help="Layer to search; that of --entry by default."
 )

@@ -118,3 +118,25 @@ def test_drop(tmp_path: Path) -> None:
     assert run("drop", root, "alice", "bob").stdout.startswith("dropped 2 sessions, ")
     assert [path.name for path in root.iterdir()] == ["carol"]
     assert "no session '../carol'" in run("drop", root, "../carol", code=1).stderr
+
+
+def test_info_of_several_stores(tmp_path: Path) -> None:
+    paths = [make(tmp_path / name, seed) for seed, name in enumerate("ab")]
+    told = document("info", *paths)
+    each = [document("info", path) for path in paths]
+    assert told == {
+        "stores": each,
+        "entries": 8,
+        "entries_by_layer": {"0": 4, "1": 4},
+        "tokens": 16,
+        "disk_bytes": sum(one["disk_bytes"] for one in each),
+    }
+    lines = run("info", *paths).stdout.splitlines()
+    assert [line.split(maxsplit=1)[1] for line in lines if line.startswith("path")] == [
+        str(path) for path in paths
+    ]
+    assert any(
+        line.split(maxsplit=1) == ["together", "2 stores that answer as one"] for line in lines
+    )
+    other = make(tmp_path / "wide", 1, embed_dim=24)
+    assert "cannot be layered" in run("info", paths[0], other, code=2).stderr
