@@ -15,7 +15,7 @@ from hybridmem._alike import ID_BITS, check_alike, same_means, unlike
 from hybridmem._codec import Tensor
 from hybridmem._finding import Search, answer
 from hybridmem.errors import ReadOnlyError, StoreClosedError, no_entry
-from hybridmem.memory import Floats, Memory, Question
+from hybridmem.memory import Floats, Ids, Memory, Question
 from hybridmem.results import Entry, Hit, Stats
 from hybridmem.store import Store
 
@@ -27,6 +27,7 @@ StrPath = str | os.PathLike[str]
 Limit = int | Mapping[int, int] | None
 
 _TAGS = (1 << 63 - ID_BITS) - 1
+_NO_IDS: Ids = np.empty(0, np.uint64)
 
 
 def layered(stores: Iterable[Store | StrPath], *, limits: Sequence[Limit] | None = None) -> Layered:
@@ -114,7 +115,7 @@ class Layered(Memory):
                 )
         if self.mode == "r+":
             self._by_tag[0] = len(stores) - 1
-        self._centres: list[object] = []
+        self._centres: list[object] = [None] * len(stores)
         self._check_calibration()
 
     # -- asking -----------------------------------------------------------------------------------
@@ -136,17 +137,15 @@ class Layered(Memory):
     ) -> list[list[Found]]:
         self._check_calibration()
         asked = self._asked(question)
-        numbers = list(asked)
-        searches = [Search(self.stores[number], one) for number, one in asked.items()]
+        numbers = [number for number, _ in asked]
+        searches = [Search(self.stores[number], one) for number, one in asked]
         for search in searches:
             search.run()
         most = None
         if self._limits is not None:
             limits = [self._limit(number, question.layer_idx) for number in numbers]
             most = limits if any(limit is not None for limit in limits) else None
-        with contextlib.ExitStack() as locks:
-            for number in sorted(numbers, key=lambda number: id(self.stores[number])):
-                locks.enter_context(self.stores[number]._lock)
+        with self._locked(numbers):
             results = answer(
                 question, searches, lambda at, row, score: make(numbers[at], row, score), most
             )
@@ -154,36 +153,52 @@ class Layered(Memory):
             self._hits += sum(map(len, results))
         return results
 
-    def _asked(self, question: Question) -> dict[int, Question]:
+    def _locked(self, numbers: Sequence[int]) -> contextlib.AbstractContextManager[object]:
+        """Hold the locks of some stores, in an order that all threads keep to."""
+        if len(numbers) == 1:
+            return self.stores[numbers[0]]._lock
+        with contextlib.ExitStack() as locks:
+            for number in sorted(numbers, key=lambda number: id(self.stores[number])):
+                locks.enter_context(self.stores[number]._lock)
+            return locks.pop_all()
+
+    def _asked(self, question: Question) -> list[tuple[int, Question]]:
         """Return what each store is asked, by number; stores with nothing to find are left out."""
-        asked = {}
-        nothing = question._replace(entry_ids=np.empty(0, np.uint64))
+        last, layer, ids = len(self.stores) - 1, question.layer_idx, question.entry_ids
+        counts_all = question.ranking.max_run > 0  # also the entries that are not looked for
+        if ids is not None and not counts_all and not self._limits and self._are_private(ids):
+            return [(last, question)]
+        asked = []
+        ids_of = None if ids is None else self._ids_by_store(ids)
         for number, store in enumerate(self.stores):
-            if question.layer_idx not in store._table.layers():
+            if layer not in store._table.layers():
                 continue
-            if self._limit(number, question.layer_idx) == 0:
-                one = nothing
-            elif question.entry_ids is None:
-                one = question
-            else:
-                one = question._replace(entry_ids=self._own(question.entry_ids, number))
-            # For `max_run` the entries of all stores count, also those that are not looked for.
-            if one.entry_ids is None or len(one.entry_ids) or question.ranking.max_run:
-                asked[number] = one
+            one = question if ids_of is None else question._replace(entry_ids=ids_of[number])
+            if self._limit(number, layer) == 0:
+                one = question._replace(entry_ids=_NO_IDS)
+            if one.entry_ids is None or len(one.entry_ids) or counts_all:
+                asked.append((number, one))
         # An empty answer comes after the checks that one store makes.
-        return asked or {len(self.stores) - 1: nothing}
+        return asked or [(last, question._replace(entry_ids=_NO_IDS))]
+
+    def _are_private(self, entry_ids: Ids) -> bool:
+        """Whether ids are of the private store, as those of a conversation that sees its own."""
+        return self.mode == "r+" and int(entry_ids.max(initial=0)) >> ID_BITS == 0
 
     def _limit(self, number: int, layer: int) -> int | None:
         limit = None if self._limits is None else self._limits[number]
         return limit.get(layer) if isinstance(limit, Mapping) else limit
 
-    def _own(self, entry_ids: Any, number: int) -> Any:
-        """Return those of some ids that are of one store, as the store knows them."""
+    def _ids_by_store(self, entry_ids: Ids) -> list[Ids]:
+        """Return those of some ids that are of each store, as the store knows them."""
         tags = entry_ids >> np.uint64(ID_BITS)
-        mine = tags == np.uint64(_tag(self.stores[number]) >> ID_BITS)
-        if not self._tags[number]:
-            mine |= tags == 0
-        return entry_ids[mine] & np.uint64((1 << ID_BITS) - 1)
+        parts = []
+        for store, tag in zip(self.stores, self._tags, strict=True):
+            mine = tags == np.uint64(_tag(store) >> ID_BITS)
+            if not tag:
+                mine |= tags == 0
+            parts.append(entry_ids[mine] & np.uint64((1 << ID_BITS) - 1))
+        return parts
 
     def take_back(self, hits: Sequence[Hit]) -> None:
         """Count the query no longer that gave these hits: they could not be used."""
@@ -414,8 +429,10 @@ class Layered(Memory):
         A private store without entries of a layer takes over how others centre it.
         """
         self._check_open()
-        centres = [store._signatures.centres for store in self.stores]
-        if len(centres) == len(self._centres) and all(map(_is, centres, self._centres)):
+        for store, seen in zip(self.stores, self._centres, strict=True):
+            if store._signatures.centres is not seen:
+                break
+        else:
             return
         private = self.stores[-1] if self.mode == "r+" else None
         for layer in sorted({layer for store in self.stores for layer in store._table.layers()}):
@@ -477,7 +494,3 @@ def _checked_limits(limits: Sequence[Limit] | None, count: int) -> Sequence[Limi
 def _tag(store: Store) -> int:
     """Return the bits that name a store in an id."""
     return (int(store.store_id, 16) & _TAGS or 1) << ID_BITS
-
-
-def _is(one: object, other: object) -> bool:
-    return one is other
