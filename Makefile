@@ -18,7 +18,7 @@ help:
 	@echo "make demo     real keys and values through a store, with a table of what came back"
 	@echo "make test     all tests (ARGS=... for pytest)"
 	@echo "make clients  adds PyTorch and the clients' packages to $(VENV), for their tests"
-	@echo "make bench    benchmarks; JSON under bench/results"
+	@echo "make bench    benchmarks; results under bench/results; fails where a ratio fell far below bench/ratios.json"
 	@echo "make lint     ruff and cython-lint"
 	@echo "make types    mypy --strict, pyright, stubtest"
 	@echo "make docs     the documentation as HTML, under docs/_build/html"
@@ -58,6 +58,7 @@ clients: | $(BIN)/python
 bench: $(VENV)/.installed-bench
 	@mkdir -p bench/results
 	$(BIN)/pytest bench --benchmark-enable --benchmark-json=bench/results/latest.json $(ARGS)
+	$(BIN)/python bench/tables.py check bench/results/latest.json
 
 lint: $(VENV)/.installed-lint
 	$(BIN)/ruff check .

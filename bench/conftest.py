@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tables
 from cases import TOKENS, WIDTH, Sizes, fill
 
 import hybridmem
@@ -171,58 +171,18 @@ def pytest_benchmark_update_machine_info(config: Any, machine_info: dict[str, An
 
 def pytest_benchmark_update_json(config: Any, benchmarks: Any, output_json: dict[str, Any]) -> None:
     """Write the same figures as a table for people, beside the JSON."""
-    machine = output_json["machine_info"]
-    lines = [
-        f"{machine['cpu'].get('brand_raw', platform.processor())}, {machine['cores']} cores, "
-        f"SIMD level {machine['simd']}; Python {machine['python_version']}, "
-        f"numpy {machine['numpy']}, hybridmem {machine['hybridmem']}.",
+    cases = sorted(output_json["benchmarks"], key=lambda case: str(case["fullname"]))
+    results = output_json | {"benchmarks": cases}
+    text = [
+        tables.machine(results),
         "",
-        "| case | median | best | floor | best / floor |",
-        "|---|---:|---:|---:|---:|",
-    ]
-    compared = []
-    for case in sorted(output_json["benchmarks"], key=lambda case: str(case["fullname"])):
-        stats, info = case["stats"], case["extra_info"]
-        if "others" in info:
-            compared.append(case)
-            continue
-        # A case that does several things in a round says so.
-        per = info.get("per_round", 1)
-        floor = info.get("floor_seconds")
-        lines.append(
-            f"| {info.get('title', case['name'])} | {_time(stats['median'] / per)} "
-            f"| {_time(stats['min'] / per)} "
-            + (
-                f"| {_time(floor)} ({info['floor']}) | {stats['min'] / per / floor:.2f} |"
-                if floor
-                else "| | |"
-            )
-        )
-    lines += [
+        *tables.alone(results),
         "",
         "One thread, in turn within each round; medians. Below 1.00 is slower than the floor, and "
         "above faster than a peer.",
         "",
-        "| case | median | beside | median | takes ... times as long |",
-        "|---|---:|---|---:|---:|",
+        *tables.compared(results),
     ]
-    for case in compared:
-        info = case["extra_info"]
-        title, took = info["title"], _time(case["stats"]["median"] / info["per_round"])
-        for name, other in info["others"].items():
-            kind = "floor: " if other["is_floor"] else ""
-            lines.append(
-                f"| {title} | {took} | {kind}{name} | {_time(other['seconds'])} "
-                f"| {other['ratio']:.2f} |"
-            )
-            title = took = ""
     target = Path(config.rootpath) / "bench" / "results" / "latest.md"
     target.parent.mkdir(exist_ok=True)
-    target.write_text("\n".join(lines) + "\n")
-
-
-def _time(seconds: float) -> str:
-    for unit, scale in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
-        if seconds * scale >= 1 or unit == "µs":
-            return f"{seconds * scale:.3g} {unit}"
-    raise AssertionError
+    target.write_text("\n".join(text) + "\n")
