@@ -39,11 +39,9 @@ __all__ = [
 
 LOCK_NAME = "lock"
 _TMP_PREFIX, _TMP_SUFFIX = ".hybridmem-", ".tmp"
-#: A single write is capped by Linux at 2 GiB - 4 KiB; stay below.
-_WRITE_MAX = 1 << 30
+_WRITE_MAX = 1 << 30  # Linux caps a write at 2 GiB - 4 KiB
 _AHEAD = 8 << 20  # bytes written that go to the disk while others are written
-#: What is written into a file: at an offset, buffers one after the other.
-Piece = tuple[int, Iterable[Buffer]]
+Piece = tuple[int, Iterable[Buffer]]  # an offset, and what is written from there on
 calls: Syscalls = WindowsSyscalls() if sys.platform == "win32" else Syscalls()
 
 
@@ -136,9 +134,7 @@ class Directory:
             If another open writer, in this process or another, holds it.
         """
         try:
-            fd = again(
-                lambda: calls.open(LOCK_NAME, os.O_RDWR | os.O_CREAT | O_SAFELY, 0o666, self._fd)
-            )
+            fd = self._open(LOCK_NAME, os.O_RDWR | os.O_CREAT)
         except OSError as error:
             refused = failure(error, f"opening {self.path / LOCK_NAME}")
             if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
@@ -225,7 +221,7 @@ class Directory:
     def open_file(self, name: str) -> tuple[int, int]:
         """Open a regular file for reading; return descriptor and size."""
         try:
-            fd = again(lambda: calls.open(name, os.O_RDONLY | O_SAFELY, 0, self._fd))
+            fd = self._open(name, os.O_RDONLY)
         except OSError as error:
             if error.errno == errno.ENOENT:
                 raise
@@ -294,6 +290,12 @@ class Directory:
             raise self._corrupt(name, "was cut short while it was opened") from error
 
     @staticmethod
+    def fetch(mapped: mmap.mmap, start: int, length: int) -> None:
+        """Have the system read a part of a map from the disk, and go on meanwhile."""
+        with contextlib.suppress(OSError):
+            calls.advise(mapped, start, length)
+
+    @staticmethod
     def close_file(fd: int) -> None:
         """Close a descriptor that was only read."""
         _close(fd)
@@ -306,9 +308,8 @@ class Directory:
         The file is removed again if anything fails.
         """
         name = _temporary_name()
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | O_SAFELY
         try:
-            fd = again(lambda: calls.open(name, flags, 0o666, self._fd))
+            fd = self._open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         except OSError as error:
             raise failure(error, f"making a file for {what}") from error
         try:
@@ -338,9 +339,7 @@ class Directory:
     def update_file(self, name: str, pieces: Iterable[Piece]) -> None:
         """Write into a file, made where missing, and sync its data."""
         try:
-            fd = again(
-                lambda: calls.open(name, os.O_WRONLY | os.O_CREAT | O_SAFELY, 0o666, self._fd)
-            )
+            fd = self._open(name, os.O_WRONLY | os.O_CREAT)
         except OSError as error:
             raise failure(error, f"opening {self.path / name}") from error
         try:
@@ -356,7 +355,7 @@ class Directory:
     def truncate_file(self, name: str, length: int) -> None:
         """Cut a file to `length` bytes that are all committed."""
         try:
-            fd = again(lambda: calls.open(name, os.O_WRONLY | O_SAFELY, 0, self._fd))
+            fd = self._open(name, os.O_WRONLY)
             try:
                 again(lambda: calls.ftruncate(fd, length))
             finally:
@@ -367,7 +366,7 @@ class Directory:
     def overwrite_temporary(self, name: str, data: Buffer) -> None:
         """Fill a preallocated file with `data`, cut it to size and sync: needs no new space."""
         try:
-            fd = again(lambda: calls.open(name, os.O_WRONLY | O_SAFELY, 0, self._fd))
+            fd = self._open(name, os.O_WRONLY)
             try:
                 self._write(fd, [data], 0, name)
                 again(lambda: calls.ftruncate(fd, len(data)))
@@ -380,9 +379,7 @@ class Directory:
     def preallocate(self, name: str, length: int) -> None:
         """Make sure that a file of at least `length` allocated bytes has this name."""
         try:
-            fd = again(
-                lambda: calls.open(name, os.O_WRONLY | os.O_CREAT | O_SAFELY, 0o666, self._fd)
-            )
+            fd = self._open(name, os.O_WRONLY | os.O_CREAT)
             try:
                 again(lambda: calls.fallocate(fd, length))
             finally:
@@ -457,6 +454,9 @@ class Directory:
             again(lambda: calls.rmdir(name, self._fd))
 
     # -- pieces -----------------------------------------------------------------------------------
+
+    def _open(self, name: str, flags: int) -> int:
+        return again(lambda: calls.open(name, flags | O_SAFELY, 0o666, self._fd))
 
     def _corrupt(self, name: str, why: str) -> CorruptStoreError:
         path = str(self.path / name)

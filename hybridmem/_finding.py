@@ -10,6 +10,7 @@ import numpy as np
 from hybridmem import _arrays, _audit
 from hybridmem._codec import Tensor
 from hybridmem._entries import Bytes, Rows
+from hybridmem._format import KEY_SUFFIXES
 from hybridmem._merging import Candidates, Place, choose
 from hybridmem._ranking import Ranking, Scores, said_by
 from hybridmem._reading import Floats, Reader
@@ -241,7 +242,9 @@ class Search:
             query = self.question.queries[at]
             if ranking.rerank == "late":
                 query = finder._signatures.centred_query(self.question.layer_idx, query)
-        keys = [finder._keys(finder._row(entry_id)) for entry_id in entry_ids]
+        rows = [finder._row(entry_id) for entry_id in entry_ids]
+        finder._fetch(rows, KEY_SUFFIXES)
+        keys = [finder._keys(row) for row in rows]
         return said_by(keys, ranking.rerank, query, ranking.n_heads)
 
     def score(self, at: int, distance: int) -> float:
@@ -285,14 +288,18 @@ def answer(
                     parts.update(zip(mine, each, strict=True))
             return np.stack([parts[place] for place in places])
 
-        hits: list[Found] = []
+        chosen: list[tuple[int, int, float]] = []
+        rows: list[list[int]] = [[] for _ in searches]
         for number, one in choose(found, question.top_k, question.ranking, said, most):
             search, (ids, distances, *_) = searches[number], found[number]
             entry_id = ids.item(one)
-            score = search.score(at, distances.item(one))
-            hits.append(make(number, search.finder._row(entry_id), score))
+            row = search.finder._row(entry_id)
+            chosen.append((number, row, search.score(at, distances.item(one))))
+            rows[number].append(row)
             accessed[number].append(entry_id)
-        results.append(hits)
+        for search, at_rows in zip(searches, rows, strict=True):
+            search.finder._fetch(at_rows)
+        results.append([make(*one) for one in chosen])
     for search, found_there in zip(searches, accessed, strict=True):
         search.finder._accessed(found_there)
     return results

@@ -169,6 +169,27 @@ class Reader:
             return self._pool.load(int(columns["shard_idx"][row]), entry_id, suffixes)
         return [part for part in parts if part.suffix in suffixes]
 
+    def prefetch(self, entry_ids: Any) -> None:
+        """Have the system read keys and values of entries that will be asked for soon.
+
+        Returns at once; ids that there are not, or no longer, are passed over. Queries do so for
+        what they return.
+
+        Parameters
+        ----------
+        entry_ids : array_like of int
+        """
+        with self._lock:
+            self._check_open()
+            found = map(self._table.find, _arrays.entry_ids(entry_ids).tolist())
+            self._fetch([row for row in found if row is not None])
+
+    def _fetch(self, rows: Sequence[int], suffixes: Collection[str] = SUFFIXES) -> None:
+        columns = self._table.columns
+        entries = [(columns["shard_idx"].item(x), columns["entry_id"].item(x)) for x in rows]
+        written = [one for one in entries if self._unwritten(one[1]) is None]
+        self._pool.prefetch(written, suffixes)
+
     def _misfit(self, row: int, why: str) -> CorruptStoreError:
         columns = self._table.columns
         return self._pool.corrupt(

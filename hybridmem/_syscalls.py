@@ -52,6 +52,11 @@ class Syscalls:
     def fstat(self, fd: int) -> os.stat_result:
         return os.fstat(fd)
 
+    def advise(self, mapped: mmap.mmap, start: int, length: int) -> None:
+        if hasattr(mmap, "MADV_WILLNEED"):
+            at = start // mmap.PAGESIZE * mmap.PAGESIZE
+            mapped.madvise(mmap.MADV_WILLNEED, at, start + length - at)
+
     def mmap(self, fd: int, length: int) -> mmap.mmap:
         if sys.version_info >= (3, 13):  # else each map keeps a duplicate of the descriptor
             return mmap.mmap(fd, length, access=mmap.ACCESS_READ, trackfd=False)

@@ -180,6 +180,7 @@ CALLS: dict[str, Callable[[Any], object]] = {
     "put_many": lambda s: s.put_many([(ROW, ROW)], layer_idx=0),
     "get": lambda s: s.get(1),
     "source": lambda s: s.source(1),
+    "prefetch": lambda s: s.prefetch([1]),
     "timestamps": lambda s: s.timestamps([1]),
     "delete": lambda s: s.delete(1),
     "query": lambda s: s.query(ROW, layer_idx=0),
