@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 
 __all__ = ["Background"]
 
@@ -14,9 +15,15 @@ class Background:
 
     A task that waits will see all that was done before it begins, so it serves every request made
     until then. An error is kept for the next `check`.
+
+    Parameters
+    ----------
+    lock : re-entrant lock
+        Held while a task runs and its error is kept: who holds it later knows of the error.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, lock: AbstractContextManager[object]) -> None:
+        self._held = lock
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
         self._waiting: Future[None] | None = None
@@ -33,10 +40,11 @@ class Background:
             self._waiting = self._pool.submit(self._run, task)
 
     def _run(self, task: Callable[[], None]) -> None:
-        try:
-            task()
-        except BaseException as error:
-            self._error = error
+        with self._held:
+            try:
+                task()
+            except BaseException as error:
+                self._error = error
 
     def check(self) -> None:
         """Raise the error of a task that failed, once."""

@@ -53,7 +53,7 @@ class Store(Finder):
         self._writer: _commit.Writer | None = None
         #: Held by whoever commits, and taken before the store's lock.
         self._commit_lock = threading.RLock()
-        self._background = Background()
+        self._background = Background(self._commit_lock)
         super().__init__(directory, io, limits, loaded)
         self._limits = Limits(self.config, self._codec, self._table)
         if mode == "r+":
@@ -350,9 +350,7 @@ class Store(Finder):
     # -- committing -------------------------------------------------------------------------------
 
     def flush(self, wait: bool = True) -> None:
-        """Make everything that was put, deleted and evicted durable.
-
-        Queries and puts go on meanwhile.
+        """Make what was put, deleted and evicted durable; queries and puts go on meanwhile.
 
         Parameters
         ----------
@@ -371,7 +369,9 @@ class Store(Finder):
         self._writing()
         if not wait:
             self._background.submit(self._flush_and_tidy)
-        else:
+            return
+        with self._commit_lock:
+            self._writing()  # which tells of a flush in the background that failed meanwhile
             self._flush_and_tidy()
 
     def _flush_and_tidy(self) -> None:
@@ -379,12 +379,11 @@ class Store(Finder):
             writer = self._writer
             assert writer is not None
             self._flush(writer)
-            with self._lock:
+            # Only tidying up: where space is short it is tried again when more gathered.
+            with self._lock, contextlib.suppress(StoreFullError):
                 victims = _wear.due(writer.manifest, writer.live, self._table, self.config)
                 if victims is not None:
-                    # Only tidying up: where space is short it is tried again when more gathered.
-                    with contextlib.suppress(StoreFullError):
-                        self._compact(writer, victims)
+                    self._compact(writer, victims)
 
     def _flush(self, writer: _commit.Writer) -> None:
         with self._lock:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -245,6 +246,48 @@ def test_what_is_done_while_a_flush_is_under_way_is_in_the_next(
     with hybridmem.open(copy, mode="r") as reader:
         assert contents(reader) == wanted
         assert reader.entries["access_count"].tolist() == store.entries["access_count"].tolist()
+
+
+class Slow:
+    """A lock after whose release other threads than the main one do nothing for a while."""
+
+    def __init__(self, lock: Any) -> None:
+        self.lock = lock
+
+    def __enter__(self) -> None:
+        self.lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.lock.release()
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(0.2)
+
+
+def test_a_flush_that_waits_for_one_that_fails_tells_of_it(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once, and not a later call that has nothing to do with it."""
+    store.put(*marked(1), layer_idx=0)
+    entered, leave = threading.Event(), threading.Event()
+    write = _fileio.calls.writev
+
+    def wait(*arguments: Any) -> int:
+        if leave.is_set():
+            return write(*arguments)
+        entered.set()
+        assert leave.wait(60)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(_fileio.calls, "writev", wait)
+    monkeypatch.setattr(store, "_commit_lock", Slow(store._commit_lock))
+    store.flush(wait=False)
+    assert entered.wait(60)
+    threading.Timer(0.2, leave.set).start()
+    with pytest.raises(hybridmem.StoreFullError):
+        store.flush()
+    store.put(*marked(2), layer_idx=0)
+    store.flush()
+    assert contents(hybridmem.open(store.path, mode="r")) == contents(store)
 
 
 def test_limits_hold_under_threads(new_store: Callable[..., Any], rng: np.random.Generator) -> None:
