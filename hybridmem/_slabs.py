@@ -13,7 +13,7 @@ import mmap
 import os
 import threading
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -90,8 +90,9 @@ class Pool:
         #: Pieces in use, by the number of the reference that tells when they are not.
         self._out: dict[int, tuple[weakref.ref[Any], _Piece]] = {}
         self._slab: _Slab | None = None
-        # Re-entrant: a garbage collection within the lock may return memory.
-        self._lock = threading.RLock()
+        #: What came back while the lock was held, maybe in a garbage collection of its holder.
+        self._back: deque[_Piece] = deque()
+        self._lock = threading.Lock()
 
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Room:
         """Return memory for an array, at a multiple of 64 bytes: vector stores want whole lines."""
@@ -116,14 +117,15 @@ class Pool:
         """Keep at most so many bytes from now on."""
         with self._lock:
             self._bound = bound
-            self._shrink()
+            self._settle()
 
     def after_fork(self) -> None:
         """Replace a lock that another thread of the parent may have held."""
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
 
     def _take(self, size: int) -> _Piece:
         with self._lock:
+            self._settle()
             if pieces := self._idle.get(size):
                 self.idle_bytes -= size
                 self._idle.move_to_end(size)
@@ -138,15 +140,21 @@ class Pool:
             return _Piece(slab, slab.used - size, size)
 
     def _returned(self, reference: weakref.ref[Any]) -> None:
-        with self._lock:
-            _, piece = self._out.pop(id(reference))
+        _, piece = self._out.pop(id(reference))
+        self._back.append(piece)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._settle()
+            finally:
+                self._lock.release()
+
+    def _settle(self) -> None:
+        """Take what came back; give away what is beyond the bound, sizes not asked for first."""
+        while self._back:
+            piece = self._back.popleft()
             self._idle.setdefault(piece.size, []).append(piece)
             self._idle.move_to_end(piece.size)
             self.idle_bytes += piece.size
-            self._shrink()
-
-    def _shrink(self) -> None:
-        """Give back what is beyond the bound, sizes first that were not asked for lately."""
         while self.idle_bytes > self._bound:
             size, pieces = next(iter(self._idle.items()))
             if not pieces:

@@ -125,6 +125,15 @@ def test_what_is_beyond_the_bound_goes_back_to_the_system() -> None:
     assert (keeper == 1).all()
 
 
+def test_memory_comes_back_while_the_pool_is_at_work() -> None:
+    pool = Pool()
+    array = filled(pool, 1)
+    place = address(array)
+    with pool._lock:  # as in a garbage collection in the middle of a call
+        del array
+    assert address(filled(pool, 2)) == place
+
+
 def test_too_much_is_a_memory_error() -> None:
     with pytest.raises(MemoryError, match="no memory for"):
         Pool().empty((1 << 30, 1 << 30), np.uint8)
