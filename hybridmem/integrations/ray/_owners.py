@@ -8,6 +8,7 @@ once more. The journal gets shorter when all replicas have flushed.
 from __future__ import annotations
 
 import dataclasses
+import math
 import threading
 import time
 from collections import deque
@@ -34,6 +35,8 @@ Key = TypeVar("Key", bound=Hashable)
 _TICK, _PAUSE = 0.1, 0.05
 #: Seconds in which replicas begin, and in which they end.
 _BEGIN_S, _END_S = 60.0, 10.0
+#: Seconds after which is looked again which nodes are up.
+_LOOK_S = 1.0
 
 
 @dataclasses.dataclass(eq=False)
@@ -93,6 +96,13 @@ class Job:
     hedged: bool = False
     failure: Exception | None = None
 
+    def __post_init__(self) -> None:
+        self.several = len(self.replicas) > 1
+
+    def next(self) -> Replica:
+        """Return the replica whose turn it is."""
+        return self.replicas[self.turn % len(self.replicas)]
+
 
 class Owners:
     """The partitions of a cluster, as their one writer or a reader sees them. Thread-safe.
@@ -128,6 +138,8 @@ class Owners:
         self.write_deadline_s = write_deadline_s
         self._max_inflight = max_inflight_bytes
         self._max_unflushed = max_unflushed_bytes
+        self._up: set[str] = set()
+        self._looked_at = -math.inf
         self._inflight: dict[Any, tuple[Owner, int]] = {}
 
     # -- beginning and ending ---------------------------------------------------------------------
@@ -242,7 +254,7 @@ class Owners:
         waiting = {job.key: job for job in jobs}
 
         def ask(job: Job, now: float) -> None:
-            replica = job.replicas[job.turn % len(job.replicas)]
+            replica = job.next()
             pending[job.call(replica, max(0.0, ends - now))] = (job, replica, False)
 
         for job in list(waiting.values()):
@@ -263,13 +275,13 @@ class Owners:
                 time.sleep(min(_PAUSE, ends - now))
             for ref in ready:
                 job, replica, caught_up = pending.pop(ref)
-                if job.key not in waiting:
+                if job.key not in waiting or replica not in job.replicas:
                     continue
                 kind, value = _outcome(ref)
                 if kind == "ok" and not caught_up:
                     answers[job.key] = value
                     del waiting[job.key]
-                    if len(job.replicas) > 1:
+                    if job.several:
                         self._prefer(job.owner, replica)
                 elif kind == "ok":
                     pending[job.call(replica, ends - time.monotonic())] = (job, replica, False)
@@ -281,9 +293,13 @@ class Owners:
                     raise value
                 else:
                     job.failure = value
-                    job.turn += 1
-                    if kind == "gone" or job.turn < len(job.replicas):
-                        again.append((time.monotonic() + _PAUSE, job))
+                    if kind == "gone" and self._is_up(replica):
+                        job.turn += 1  # it may be starting again
+                    else:
+                        job.replicas = [one for one in job.replicas if one is not replica]
+                    if job.replicas:
+                        pause = _PAUSE if job.next() is replica else 0.0
+                        again.append((time.monotonic() + pause, job))
                     else:
                         failed[job.key] = value
                         del waiting[job.key]
@@ -291,13 +307,21 @@ class Owners:
                 for job, replica, _ in list(pending.values()):
                     if job.key in waiting and not job.hedged and len(job.replicas) > 1:
                         job.hedged = True
-                        job.turn = job.replicas.index(replica) + 1
+                        job.turn = list(job.replicas).index(replica) + 1
                         ask(job, now)
         for key, job in waiting.items():
             failed[key] = job.failure or PartitionError(
-                f"no answer within {seconds:g} s from {', '.join(map(str, job.replicas))}"
+                f"no answer within {seconds:.2g} s from {', '.join(map(str, job.replicas))}"
             )
         return answers, failed
+
+    def _is_up(self, replica: Replica) -> bool:
+        """Whether Ray takes a replica's node for one that is up."""
+        now = time.monotonic()
+        if now > self._looked_at + _LOOK_S:
+            self._up = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+            self._looked_at = now
+        return replica.disk.node_id in self._up
 
     def _catch_up(self, owner: Owner, replica: Replica) -> Any:
         with self.lock:
@@ -305,7 +329,7 @@ class Owners:
 
     def _prefer(self, owner: Owner, replica: Replica) -> None:
         with self.lock:
-            if owner.replicas[0] is not replica and replica in owner.replicas:
+            if replica in owner.replicas:
                 owner.replicas.remove(replica)
                 owner.replicas.insert(0, replica)
 
