@@ -11,6 +11,7 @@ See docs/scale.md.
 
 from __future__ import annotations
 
+import os
 import secrets
 from typing import Any
 
@@ -99,7 +100,7 @@ def create(
     for name, value in (("partitions", partitions), ("replicas", replicas)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name}: got {value!r}, want an integer of at least 1")
-    _check(route=(route, ("layer", "hash")), on_missing=(on_missing, ("raise", "report")))
+    _check(root, route=(route, ("layer", "hash")), on_missing=(on_missing, ("raise", "report")))
     if remote is not None:
         check_url(remote)
     found, without = _actors.disks(root, make=True, seconds=START_S)
@@ -162,7 +163,7 @@ search_threads
     """
     if mode not in ("r", "r+"):
         raise ValueError(f'mode must be "r+" or "r", got {mode!r}')
-    _check(on_missing=(on_missing, ("raise", "report")))
+    _check(root, on_missing=(on_missing, ("raise", "report")))
     found, without = _actors.disks(root, make=False, seconds=START_S)
     abouts = {disk.about["cluster_id"]: disk.about for disk in found if disk.about is not None}
     if not abouts:
@@ -179,7 +180,11 @@ search_threads
     return _opened(places, owners, limits, deadline_s, on_missing, None)
 
 
-def _check(**given: tuple[str, tuple[str, ...]]) -> None:
+def _check(root: object, **given: tuple[str, tuple[str, ...]]) -> None:
+    if not isinstance(root, str):
+        raise TypeError(f"root must be a string, got {type(root).__name__}")
+    if not os.path.isabs(root) and not root.startswith("$"):
+        raise ValueError(f"root: got {root!r}, want a path from the root: nodes have no common one")
     for name, (value, known) in given.items():
         if value not in known:
             raise ValueError(f"{name}: got {value!r}, want one of {known}")
