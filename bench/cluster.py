@@ -5,10 +5,10 @@ Run once for each number of partitions, on a machine that does nothing else, the
     for n in 1 2 4 8; do python -m bench.cluster measure $n; done
     python -m bench.cluster write
 
-The model has three constants, measured apart: what a query costs that finds nothing to scan (a + d
-for each partition), what scanning one more entry costs in one process, and how fast keys and values
-come through the object store. `write` puts the table, the model's figures beside those measured,
-and what the model says of 10**9 entries into docs/scale.md.
+The model has constants that are measured apart: what a query costs that finds nothing to scan (a,
+and d for each partition), what scanning one more entry costs in one process, how fast keys and
+values come through the object store, and what an entry takes in memory. `write` puts the measured
+figures beside the model's, and what it says of larger layers, into docs/scale.md.
 """
 
 from __future__ import annotations
@@ -36,8 +36,6 @@ _PLACE = re.compile(r"(<!-- cluster -->\n)(.*?)(<!-- end -->)", re.S)
 ENTRIES, WIDTH, TOP_K = 100_000, 64, 8
 #: A large entry: 64 tokens of width 1024 in bfloat16.
 LARGE_WIDTH, LARGE_TOKENS, LARGE = 1024, 64, 64
-#: What is in memory for each entry beside its signature: fields of records, ids, live flags.
-COLUMN_BYTES = 40 + 13
 
 
 def median_ms(call: Callable[[], object], rounds: int) -> float:
@@ -103,8 +101,11 @@ def measure(partitions: int) -> dict[str, Any]:
             fill(memory, ENTRIES, rng)
             put_us = 1e6 * (time.perf_counter() - begun) / ENTRIES
             full = median_ms(ask, 100)
-            used = sum(map(resident_mb, actors)) / partitions
             disk = memory.stats().disk_bytes
+        with clusters.open(f"{folder}/mem") as memory:
+            median_ms(ask, 10)
+            actors = [owner.replicas[0].actor for owner in memory._owners.all]
+            used = sum(map(resident_mb, actors)) / partitions
         with clusters.create(
             f"{folder}/large", partitions=partitions, route="hash", embed_dim=LARGE_WIDTH,
             kv_dtype="bfloat16",
@@ -134,21 +135,31 @@ def measure(partitions: int) -> dict[str, Any]:
 
 
 def model(runs: list[dict[str, Any]]) -> dict[str, float]:
-    """Fit the constants: a and d in ms, scan in ns an entry, bytes in GB/s."""
-    n = np.array([run["partitions"] for run in runs], float)
-    d, a = np.polyfit(n, [run["nearly_empty_ms"] for run in runs], 1)
-    scan = statistics.median(run["in_process_ms"] for run in runs) / ENTRIES * 1e6
+    """Fit the constants: ms, ns an entry, GB/s, and MB and bytes an entry in memory."""
+    several = [run for run in runs if run["partitions"] > 1]
+    d, a = np.polyfit(
+        [run["partitions"] for run in several], [run["nearly_empty_ms"] for run in several], 1
+    )
+    each, base = np.polyfit(
+        [ENTRIES / run["partitions"] for run in runs], [run["used_mb"] for run in runs], 1
+    )
     nbytes = TOP_K * 2 * LARGE_TOKENS * LARGE_WIDTH * 2
     extra = statistics.median(run["large_ms"] - run["nearly_empty_ms"] for run in runs)
-    return {"a": a, "d": d, "scan": scan, "rate": nbytes / extra / 1e6}
+    return {
+        "a": a,
+        "d": d,
+        "one": runs[0]["nearly_empty_ms"],
+        "scan": statistics.median(run["in_process_ms"] for run in runs) / ENTRIES * 1e6,
+        "rate": nbytes / extra / 1e6,
+        "base": base,
+        "each": each * 2**20,
+    }
 
 
-def predicted_ms(constants: dict[str, float], entries: float, partitions: int, cores: int) -> float:
-    """What a query of one layer takes that is spread over partitions."""
-    at_once = min(partitions, cores)
-    return (
-        constants["a"] + constants["d"] * partitions + entries * constants["scan"] / at_once / 1e6
-    )
+def predicted_ms(c: dict[str, float], entries: float, partitions: int, at_once: int) -> float:
+    """What a query takes of a layer that is spread over partitions, so many of them at once."""
+    calls = c["one"] if partitions == 1 else c["a"] + c["d"] * partitions
+    return calls + entries * c["scan"] / at_once / 1e6
 
 
 def write() -> None:
@@ -157,37 +168,37 @@ def write() -> None:
         (json.loads(path.read_text()) for path in RESULTS.glob("cluster-*.json")),
         key=lambda run: run["partitions"],
     )
-    constants = model(runs)
+    c = model(runs)
     lines = [
-        "| partitions | nothing to scan | 100,000 entries | model | memory of a partition "
-        "| of it before any entry | model | put |",
-        "|---|---|---|---|---|---|---|---|",
+        "| partitions | nothing to scan | 100,000 entries | model "
+        "| memory of a partition | model | put |",
+        "|---|---|---|---|---|---|---|",
     ]
     for run in runs:
         n = run["partitions"]
-        share = ENTRIES / n * (512 + COLUMN_BYTES) / 2**20
         lines.append(
             f"| {n} | {run['nearly_empty_ms']:.1f} ms | {run['full_ms']:.1f} ms "
-            f"| {predicted_ms(constants, ENTRIES, n, run['cores']):.1f} ms "
-            f"| {run['used_mb']:.0f} MB | {run['bare_mb']:.0f} MB "
-            f"| {run['bare_mb'] + share:.0f} MB | {run['put_us']:.0f} µs |"
+            f"| {predicted_ms(c, ENTRIES, n, 1):.1f} ms | {run['used_mb']:.0f} MB "
+            f"| {c['base'] + c['each'] * ENTRIES / n / 2**20:.0f} MB | {run['put_us']:.0f} µs |"
         )
     lines += [
         "",
-        f"Constants: a = {constants['a']:.2f} ms, d = {constants['d']:.2f} ms a partition, "
-        f"s = {constants['scan']:.0f} ns an entry of 4,096 bits ({runs[0]['simd']}), keys and "
-        f"values at {constants['rate']:.1f} GB/s through the object store of one machine. "
-        f"{runs[0]['cores']} cores, entries of one token, width {WIDTH}, top {TOP_K}, medians.",
+        f"Constants: {c['one']:.1f} ms for one partition, which is asked once; for more "
+        f"a = {c['a']:.1f} ms and d = {c['d']:.1f} ms; s = {c['scan']:.0f} ns for 4,096 bits "
+        f"({runs[0]['simd']}); {c['base']:.0f} MB a partition and {c['each']:.0f} bytes an entry "
+        f"in memory; {runs[0]['disk_bytes'] / ENTRIES - 2 * WIDTH * 4:.0f} bytes an entry on disk "
+        f"beside keys and values; these come at {c['rate']:.1f} GB/s through the object store. All "
+        f"on {runs[0]['cores']} cores, which share one memory (c = 1) and run the partitions, the "
+        f"asking process and Ray; entries of one token, width {WIDTH}, top {TOP_K}, medians.",
         "",
-        "| entries of a layer | best number of partitions | a query then | with 8 partitions |",
+        "| entries of a layer | best number of partitions | a query then | with 8 |",
         "|---|---|---|---|",
     ]
     for entries in (10**6, 10**7, 31_250_000, 10**8, 10**9):
-        seconds = entries * constants["scan"] / 1e6
-        best = max(1, round((seconds / constants["d"]) ** 0.5))
+        best = max(1, round((entries * c["scan"] / 1e6 / c["d"]) ** 0.5))
         lines.append(
-            f"| {entries:,} | {best} | {predicted_ms(constants, entries, best, best):,.0f} ms | "
-            f"{predicted_ms(constants, entries, 8, 8):,.0f} ms |"
+            f"| {entries:,} | {best} | {predicted_ms(c, entries, best, best):,.0f} ms "
+            f"| {predicted_ms(c, entries, 8, 8):,.0f} ms |"
         )
     text, count = _PLACE.subn(
         lambda place: place[1] + "\n".join(lines) + "\n" + place[3],
