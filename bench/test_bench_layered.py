@@ -13,6 +13,28 @@ from cases import Sizes, fill
 import hybridmem
 
 
+def test_layered_query_of_own_entries(
+    versus: Callable[..., None], tmp_path: Path, sizes: Sizes, rng: np.random.Generator
+) -> None:
+    entries = sizes.scaled(4000)
+    for name in "abc":
+        with hybridmem.create(tmp_path / name, embed_dim=64) as store:
+            fill(store, entries, 1, rng, tokens=2)
+    query = rng.standard_normal((1, 64), np.float32)
+    with (
+        hybridmem.open(tmp_path / "c") as mine,
+        hybridmem.layered([tmp_path / "a", tmp_path / "b", mine]) as memory,
+    ):
+        ids = np.array(list(mine))
+        assert len(memory.query(query, 0, entry_ids=ids)) == 5
+        versus(
+            f"the same, among the {entries:,} of the private store",
+            lambda: memory.query(query, 0, entry_ids=ids),
+            {"the query of that store": lambda: mine.query(query, 0, entry_ids=ids)},
+            rounds=200,
+        )
+
+
 def test_layered_query(
     versus: Callable[..., None], tmp_path: Path, sizes: Sizes, rng: np.random.Generator
 ) -> None:

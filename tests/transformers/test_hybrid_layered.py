@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 from tiny_models import run, text, torch, transformers
 
 import hybridmem
-from hybridmem.errors import ReadOnlyError
+from hybridmem.errors import ModelMismatchError, ReadOnlyError
 from hybridmem.integrations.transformers import HybridCache, retrieval
 
 pytestmark = [pytest.mark.torch, pytest.mark.transformers]
@@ -99,6 +100,28 @@ def test_a_saved_conversation_goes_on_without_the_pack(
         with retrieval(model):
             got = model(ids[:, 30:], position_ids=torch.arange(30, 50)[None], cache=cache).logits
         assert close_to(got, wanted)
+
+
+def test_a_pack_of_other_weights_is_refused_at_once(
+    tiny_model: Any, new_cache: Any, tmp_path: Path, opened: list[Any]
+) -> None:
+    """The first entry of each store is looked at, not of the first store only."""
+    model, other = tiny_model(), copy.deepcopy(tiny_model())
+    for weights in other.parameters():
+        weights.mul_(1.5)
+    for number, one in enumerate((model, other)):
+        cache = new_cache(one, path=tmp_path / f"store{number}", centre=False)
+        with retrieval(one):
+            run(one, text(40), [40], cache)
+        config = cache.store.config
+        cache.close()
+        hybridmem.pack(tmp_path / f"store{number}", tmp_path / f"pack{number}")
+    opened.append(hybridmem.create(tmp_path / "mine", config=config))
+    opened.append(hybridmem.layered([tmp_path / "pack0", tmp_path / "pack1", opened[0]]))
+    cache = new_cache(model, path=opened[1])
+    with retrieval(model), pytest.raises(ModelMismatchError, match="weights"):
+        run(model, text(10), [10], cache)
+    assert len(opened[0]) == 0
 
 
 def test_layers_without_a_private_store_are_refused(tiny_model: Any, pack: Path) -> None:

@@ -232,9 +232,12 @@ class HybridCache(Cache):
             raise
 
     def _check_first_entry(self) -> None:
-        for entry_id in self.store:
-            self.place(self.store.get(entry_id))
-            break
+        """Look at the first entry of the store, or of each of several."""
+        store = self.store
+        for one in store.stores if isinstance(store, hybridmem.Layered) else (store,):
+            for entry_id in one:
+                self.place(one.get(entry_id))
+                break
 
     def place(self, entry: Entry | Hit) -> Placement | None:
         """Return where an entry stood, or None where its source does not say.
