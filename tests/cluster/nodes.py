@@ -21,8 +21,8 @@ _ENVIRONMENT = {
     "RAY_ENABLE_METRICS_COLLECTION": "0",
 }
 _STORE_BYTES = 80 << 20
-#: A node whose processes were killed is known to be gone after a second, not half a minute. One that
-#: is only slow has the usual 10 s for each of three answers.
+#: A node whose processes were killed is known to be gone after a second, not half a minute. One
+#: that is only slow has the usual 10 s for each of three answers.
 _SYSTEM = {
     "health_check_initial_delay_ms": 500,
     "health_check_period_ms": 300,
