@@ -18,29 +18,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from hybridmem.hdc import Projector
-
 from . import smollm2
 from .documents import TOKENS
 from .evaluate import Evaluation, Options, held, prompt_ids
 from .facts import CHOOSE, Fact
-from .rankings import Late, Layers, Query, Ranking, Scores, best, decisive, hamming, words
+from .rankings import Late, Layers, Ranking, Scores, decisive
 from .report import interval, write_csv
-from .smollm2 import WIDTH
 from .stages import OUT, RESULTS, centres
 
 CHUNK, SINK = 64, 4
 TOKEN = Late("each layer by itself", 256)
-
-
-@dataclass(frozen=True)
-class Standardised(Late):
-    """Each query token's best similarities less their mean over entries, in standard deviations."""
-
-    def score(self, index: Any, query: Query) -> Scores:
-        rows = words(Projector(WIDTH, self.bits).project(query.unrotated - query.mean))
-        each = [-best(hamming(index, row[:, None]), query.chunk, np.minimum) for row in rows.T]
-        return np.asarray(np.mean([(one - one.mean()) / one.std() for one in each], axis=0))
 
 
 @dataclass(frozen=True)
@@ -61,7 +48,6 @@ def variants() -> list[Variant]:
         Variant("each layer by itself", TOKEN),
         Variant("each layer by itself, 320 tokens", TOKEN, 320),
         Variant("each layer by itself, 1,280 tokens", TOKEN, 1280),
-        Variant("each layer by itself, query tokens standardised", Standardised("", 256)),
         Variant("reciprocal ranks, layers so far", ranks),
         Variant("the same, 320 tokens", ranks, 320),
         Variant("the same, 1,280 tokens", ranks, 1280),
