@@ -23,6 +23,7 @@ POWER = "tests/reliability/test_crash_states.py -k power_cut[{}]"
 ERRORS = "tests/contract/test_errors.py"
 LOCKS = "tests/contract/test_modes_locks.py"
 HOSTILE = "tests/reliability/test_hostile.py"
+SESSIONS = "tests/test_sessions.py"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,6 +184,19 @@ MUTANTS = (
            "        import contextlib\n\n        self._lock = contextlib.nullcontext()\n"
            "        self._closed = False",
            "tests/contract/test_threads.py tests/reliability/test_processes.py"),
+    # -- more than one store ----------------------------------------------------------------------
+    Mutant("files of a session go before its name", "_sessions",
+           "                parent.rename(name, dropped)\n                parent.sync()",
+           "                parent.rename(name, dropped)", SESSIONS),
+    Mutant("a session in use is dropped", "_sessions",
+           "                directory.lock()\n", "", SESSIONS),
+    Mutant("a pack is written to", "opening",
+           "            if SUMS_NAME in names:", "            if False:", "tests/test_packs.py"),
+    Mutant("checksums of a pack are not looked at", "verify",
+           "(*report.faults, *check_sums(directory))", "report.faults", "tests/test_packs.py"),
+    Mutant("an entry that went during a search of several stores is found", "_finding",
+           "        if self._removals != self.finder._signatures.removals:", "        if False:",
+           "tests/test_layered.py -k goes_during"),
 )  # fmt: skip
 
 
