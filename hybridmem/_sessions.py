@@ -220,7 +220,8 @@ class Sessions:
             parent.close()
 
     def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and name in iter(self)
+        # The listing has the exact name, which a disk where case does not count also gives others.
+        return isinstance(name, str) and self._is_session(name) and name in os.listdir(self.root)
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over the names that there are at this moment."""
