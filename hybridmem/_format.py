@@ -15,7 +15,8 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
-from crc32c import crc32c
+
+from hybridmem._checksums import crc32c
 
 __all__ = [
     "BLOCK_RECORDS",

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from crc32c import crc32c
 from safetensors import SafetensorError, safe_open
 
 from hybridmem import _source
+from hybridmem._checksums import crc32c
 from hybridmem._codec import Tensor
 from hybridmem._fileio import Buffer, Directory, Piece
 from hybridmem._format import (

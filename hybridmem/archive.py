@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from crc32c import crc32c
 
 from hybridmem import _arrays, _snapshot, _source, opening
 from hybridmem._adopting import adopt
+from hybridmem._checksums import crc32c
 from hybridmem._codec import Codec, Tensor
 from hybridmem._copies import check_vacant, new_directory
 from hybridmem._fileio import Buffer, Directory, path_of
