@@ -68,9 +68,20 @@ class Nodes:
         node = self._by_name.pop(name)
         self._cluster.remove_node(node, allow_graceful=False)
         ends = time.monotonic() + 60
-        while any(one["Alive"] and one["NodeID"] == node.node_id for one in ray.nodes()):
+        while node.node_id in self.alive():
             assert time.monotonic() < ends, "Ray did not take note"
             time.sleep(0.2)
+
+    @property
+    def address(self) -> str:
+        """Where other nodes find the head."""
+        address: str = self._cluster.address
+        return address
+
+    @staticmethod
+    def alive() -> set[str]:
+        """Return the Ray ids of the nodes that are up."""
+        return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
     def __contains__(self, name: str) -> bool:
         return name in self._by_name

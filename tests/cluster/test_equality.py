@@ -158,6 +158,23 @@ def test_answers(pair: Pair, data: st.DataObject) -> None:
     ]
 
 
+def test_every_option_on_one_layer(pair: Pair) -> None:
+    layer = pair.layers
+    pair.layers += 1
+    pair.put(layer, [(seed, 2 + seed % 3) for seed in range(60)], [None] * 60)
+    for seed in range(4):
+        for given_options in (
+            {"rerank": "pooled"},
+            {"rerank": "tokens", "n_heads": 2},
+            {"rerank": "late", "candidates": 30},
+            {"max_run": 1},
+            {"newest": 2},
+            {"rerank": "late", "max_run": 2, "newest": 1},
+        ):
+            for top_k in (1, 4):
+                pair.check(matrix(100 + seed, 2), layer, top_k, None, **given_options)
+
+
 def test_one_step_asks_all_layers_at_once(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     for layer in range(pair.layers, pair.layers + 4):
         pair.put(layer, [(seed, 2) for seed in range(5)], [None] * 5)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -11,7 +15,7 @@ import pytest
 
 import hybridmem
 
-from .helpers import answers, matrix, put, replicas
+from .helpers import answers, at, inside, matrix, put, replicas, wait_until
 from .nodes import HOW, Nodes
 
 ray: Any = pytest.importorskip("ray", reason=HOW)
@@ -136,6 +140,73 @@ def test_copy_that_fails_is_named(create: Any, tmp_path: Path) -> None:
     (tmp_path / "copies").unlink()
     memory.flush()
     assert not memory._owners.all[0].journal
+
+
+def test_disk_that_is_really_full(nodes: Nodes, create: Any) -> None:
+    before = nodes.alive()
+    with subprocess.Popen(
+        [sys.executable, "-c", SMALL_DISK, str(nodes.disks / "small"), nodes.address],
+        cwd=Path(__file__).parents[1],
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    ) as process:
+        try:
+            wait_until(lambda: process.poll() is not None or nodes.alive() > before)
+            if process.poll() == REFUSED:
+                pytest.skip("this system lets no test mount a file system")
+            check_full_disk(nodes, create)
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+            wait_until(lambda: nodes.alive() <= before)
+
+
+#: How a program ends that may not mount.
+REFUSED = 77
+#: Starts a node on a file system of 1 MiB, which it and its processes alone see.
+SMALL_DISK = f"""
+import os, sys
+from pathlib import Path
+sys.path.insert(0, ".")
+from reliability import mounts
+path, address = sys.argv[1:]
+try:
+    mounts._enter()
+except OSError:
+    sys.exit({REFUSED})
+mounts.mount_full(Path(path), 1 << 20)
+os.environ["HYBRIDMEM_DISK"] = path
+del os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"]
+options = ["--block", "--num-cpus=1", "--object-store-memory=80000000", "--address=" + address]
+os.execv(sys.executable, [sys.executable, "-m", "ray.scripts.scripts", "start", *options])
+"""
+
+
+def check_full_disk(nodes: Nodes, create: Any) -> None:
+    def fill(self: Any) -> None:
+        """Leave not a byte on the disk of an actor."""
+        import contextlib
+
+        path = self._path.parent / "filler"
+        with contextlib.suppress(OSError), open(path, "wb", buffering=0) as file:
+            while file.write(bytes(1 << 12)):
+                pass
+
+    memory = create(partitions=4, route="hash")
+    (small,) = on(memory, nodes, "small")
+    put(memory, range(20))
+    memory.flush()
+    inside(at(memory, small), fill)
+    put(memory, range(20, 60))
+    wanted = answers(memory)
+    with pytest.raises(hybridmem.PartitionFullError) as caught:
+        memory.flush()
+    assert caught.value.partitions == (str(replicas(memory, small)[0]),)
+    assert answers(memory) == wanted
+    inside(at(memory, small), lambda self: (self._path.parent / "filler").unlink())
+    memory.flush()
+    ray.kill(at(memory, small), no_restart=False)
+    assert answers(memory) == wanted
+    memory.close()
 
 
 def test_more_replicas_than_disks_are_refused(create: Any) -> None:

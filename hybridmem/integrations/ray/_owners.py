@@ -54,7 +54,7 @@ class Replica:
 
     def call(self, group: str, method: str, *args: Any) -> Any:
         """Begin a call of the partition."""
-        return self.actor.call.options(concurrency_group=group).remote(method, *args)
+        return self.actor.call.options(concurrency_group=group).remote((method, args))
 
 
 @dataclasses.dataclass(eq=False)
