@@ -88,6 +88,22 @@ def fusion() -> str:
     )  # fmt: skip
 
 
+def gemma() -> str:
+    """Facts that each ranking finds in another model."""
+    return table(
+        ("ranking", "facts, own document", "facts, four documents", "by layer: 5, 11, 17"),
+        (
+            (
+                row["ranking"],
+                between(row, "own", "own_low", "own_high"),
+                between(row, "pooled", "pooled_low", "pooled_high"),
+                ", ".join(f"{float(row[f'own_layer_{layer}']):.2f}" for layer in (5, 11, 17)),
+            )
+            for row in read("gemma")
+        ),
+    )  # fmt: skip
+
+
 def sizes() -> str:
     """Bits, tokens of an entry, query tokens, tokens retrieved: the set to choose with."""
     scan = {
@@ -171,6 +187,7 @@ def renewed(page: str) -> str:
     made = {
         "rankings": rankings,
         "fusion-choose": fusion,
+        "gemma": gemma,
         "sizes-choose": sizes,
         "stages": stages,
         "wide": wide,
