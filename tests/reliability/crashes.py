@@ -164,13 +164,22 @@ def tree(path: Path) -> dict[str, bytes]:
 
 
 def check_power(
-    name: str, scratch: Scratch, *, limit: int, sample: int = 1, until: float = float("inf")
+    name: str,
+    scratch: Scratch,
+    *,
+    limit: int,
+    sample: int = 1,
+    deep: bool = True,
+    until: float = float("inf"),
 ) -> Checker:
-    """Cut the power at every point of a history; open one in `sample` of the states."""
+    """Cut the power at every point of a history; open one in `sample` of the states.
+
+    And of the recoveries from these, if `deep`.
+    """
     life = recorded(name, scratch)
     checker = Checker(life, scratch, limit=limit, sample=sample)
     for state in crash_states(life.recorder, limit=limit):
-        checker.check(state, deep=True)
+        checker.check(state, deep=deep)
         if time.monotonic() > until:
             break
     return checker

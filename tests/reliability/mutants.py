@@ -20,6 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 POWER = "tests/reliability/test_crash_states.py -k power_cut[{}]"
+FULL = "tests/reliability/test_crash_states.py -k disk_that_was_full"
 ERRORS = "tests/contract/test_errors.py"
 LOCKS = "tests/contract/test_modes_locks.py"
 HOSTILE = "tests/reliability/test_hostile.py"
@@ -60,7 +61,7 @@ MUTANTS = (
           "                self._sync(fd, name, calls.fdatasync)", POWER.format("plain")),
     _pass("no sync of the reserve file", "_fileio",
           "calls.ftruncate(fd, len(data)))\n                self._sync(fd, name, calls.fsync)",
-          POWER.format("full-disk")),
+          FULL),
     _pass("no sync of the parent directory", "_fileio",
           "                    parent.sync()", POWER.format("plain")),
     Mutant("no sync of the directory at all", "_fileio",
@@ -77,7 +78,7 @@ MUTANTS = (
           POWER.format("plain")),
     _pass("no sync of the records' last name", "_commit",
           "this rename does not.\n            self._directory.sync()",
-          POWER.format("full-disk")),
+          FULL),
     _pass("no sync when a store is made", "_snapshot",
           "INDEX_NAME), INDEX_NAME)\n    directory.sync()\n    return manifest",
           POWER.format("plain")),
@@ -127,7 +128,7 @@ MUTANTS = (
            ERRORS),
     Mutant("no reserve on a full disk", "_commit",
            "            if self._reserve < len(data):", "            if True:",
-           "tests/reliability/test_mounts.py " + POWER.format("full-disk")),
+           "tests/reliability/test_mounts.py " + FULL),
     # -- checksums and checks ---------------------------------------------------------------------
     Mutant("no checksum of index.json", "_format",
            "    if checked and crc32c(", "    if False and crc32c(",

@@ -29,6 +29,11 @@ def test_power_cut(name: str, scratch: Scratch) -> None:
     assert check_power(name, scratch, limit=8, sample=SAMPLES.get(name, 8)).states > 10
 
 
+def test_power_cut_on_a_disk_that_was_full(scratch: Scratch) -> None:
+    """All states, as few of them tell of a sync that is missing."""
+    assert check_power("full-disk", scratch, limit=8, deep=False).states > 500
+
+
 @pytest.mark.parametrize("name", ["plain", "evictions-one-shard", "full-disk"])
 def test_power_cut_during_the_recovery_from_a_kill(name: str, scratch: Scratch) -> None:
     assert check_kills(name, scratch, limit=4, sample=4, every=4).states > 3
