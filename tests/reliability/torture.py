@@ -194,7 +194,7 @@ def crash_states(scratch: Scratch, until: float) -> Figure:
     return Figure(text, whole, len(HISTORIES))
 
 
-#: Name, share of the time, and what counts it.
+#: Name, share of the time (of what is left when it begins, beside the later ones), what counts it.
 PARTS: Sequence[tuple[str, float, Callable[[Scratch, float], Figure]]] = (
     ("descriptors", 0.02, flat),
     ("failing calls", 0.05, faults),
@@ -202,7 +202,7 @@ PARTS: Sequence[tuple[str, float, Callable[[Scratch, float], Figure]]] = (
     ("kills at random", 0.06, kills),
     ("8 reading processes", 0.12, reading_processes),
     ("mutants of the code", 0.13, mutants_of_the_code),
-    ("crash states", 0.26, crash_states),
+    ("crash states", 0.4, crash_states),
     ("kills at calls", 0.06, kills_at_calls),
     ("guided mutations", 0.06, guided_mutations),
     ("mutated stores", 0.1, mutated_stores),
