@@ -21,7 +21,7 @@ from .helpers import (
     replicas,
     stopped,
 )
-from .nodes import HOW
+from .nodes import HOW, Nodes
 
 ray: Any = pytest.importorskip("ray", reason=HOW)
 
@@ -208,6 +208,31 @@ def test_second_writer_is_refused_and_readers_are_not(create: Any, root: str) ->
     with hm.open(root, deadline_s=20) as again:
         assert sum(map(len, answers(again))) == 33
         assert put(again, range(33, 34)) == [34]
+
+
+def test_partition_that_was_not_there_when_it_was_opened(
+    create: Any, root: str, nodes: Nodes
+) -> None:
+    from hybridmem.integrations import ray as hm
+
+    memory = create(route="hash")
+    put(memory, range(30))
+    wanted = answers(memory)
+    memory.close()
+    (path,) = nodes.disks.glob(f"*/{root.split('/')[1]}/partition-0001")
+    path.rename(path.with_name("away"))
+    with hm.open(root, deadline_s=20) as again:
+        with pytest.raises(hybridmem.PartitionError, match="partition-0001"):
+            answers(again)
+        again.delete(2)
+        with pytest.raises(hybridmem.PartitionError, match="partition-0001") as caught:
+            put(again, range(30, 32))  # ids that it may have given to others
+        assert caught.value.partitions == ("partition-0001",)
+        path.with_name("away").rename(path)
+        assert len(again.repair()) == 1
+        assert sum(map(len, answers(again))) == 29
+        assert put(again, range(30, 32)) == [31, 32]
+        assert [one for one in answers(again)[0] if one in wanted[0]] != []
 
 
 def test_what_is_found_outlives_the_cluster(create: Any) -> None:

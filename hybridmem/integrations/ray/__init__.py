@@ -16,7 +16,7 @@ import secrets
 from typing import Any
 
 from hybridmem.config import Config
-from hybridmem.errors import StoreExistsError, StoreNotFoundError
+from hybridmem.errors import StoreExistsError, StoreNotFoundError, VersionError
 from hybridmem.integrations.ray import _actors
 from hybridmem.integrations.ray._actors import START_S, Disk, Places
 from hybridmem.integrations.ray._cluster import Cluster
@@ -160,6 +160,8 @@ search_threads
         If there is none on any node.
     StoreLockedError
         If another writer has it open.
+    VersionError
+        If a newer version made it.
     """
     if mode not in ("r", "r+"):
         raise ValueError(f'mode must be "r+" or "r", got {mode!r}')
@@ -171,6 +173,11 @@ search_threads
     if len(abouts) > 1:
         raise ValueError(f"root: nodes hold different clusters in {root}: {sorted(abouts)}")
     (about,) = abouts.values()
+    if about["format_version"] != _FORMAT["format_version"]:
+        raise VersionError(
+            f"the cluster in {root} has format_version {about['format_version']}: install a newer "
+            "hybridmem"
+        )
     places = Places(root, about, mode, search_threads)
     owners = []
     for number in range(about["partitions"]):

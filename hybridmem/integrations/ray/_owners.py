@@ -68,6 +68,8 @@ class Owner:
     journal: deque[tuple[int, Op]] = dataclasses.field(default_factory=deque)
     journal_bytes: int = 0
     view: int = 0
+    #: Why there is nothing to ask; "" where something was found of it.
+    absent: str = "it is on no node that is up"
 
     def __str__(self) -> str:
         return partition_name(self.number)
@@ -160,12 +162,13 @@ class Owners:
             raise failures("opening", failed)
         for owner in self.all:
             up = {one: states[one] for one in owner.replicas if one in states}
-            if up:
-                best = max(up.values(), key=lambda state: state[1:4])
-                owner.view = best.view
-                self.give_up(
-                    owner, [one for one in owner.replicas if not _equal(up.get(one), best)]
-                )
+            best = max(up.values(), key=lambda state: state[1:4], default=None)
+            if best is not None:
+                owner.view, owner.absent = best.view, ""
+            elif owner.replicas:
+                owner.absent = str(failed[owner.replicas[0]])
+            older = [one for one in owner.replicas if not _equal(up.get(one), best)]
+            self.give_up(owner, older)
         if not reading:
             self.everywhere("catch_up", [], 0)
         next_id = max(state.next_entry_id for state in states.values())
@@ -207,6 +210,7 @@ class Owners:
             ops, last = list(owner.journal), owner.last
             self.everywhere("catch_up", ops, last, of=[alone])
             owner.replicas.append(replica)
+            owner.absent = ""
         state: State = self.everywhere("state", of=[alone])[replica]
         return state
 
@@ -261,7 +265,7 @@ class Owners:
             if job.replicas:
                 ask(job, begun)
             else:
-                job.failure = PartitionError(f"{job.owner} is on no node that is up")
+                job.failure = PartitionError(job.owner.absent or "all its replicas are gone")
         while (pending or again) and waiting and (now := time.monotonic()) < ends:
             for due, job in [one for one in again if one[0] <= now]:
                 again.remove((due, job))
@@ -328,6 +332,8 @@ class Owners:
             return replica.call("put", "catch_up", list(owner.journal), owner.last)
 
     def _prefer(self, owner: Owner, replica: Replica) -> None:
+        if owner.replicas[:1] == [replica]:
+            return
         with self.lock:
             if replica in owner.replicas:
                 owner.replicas.remove(replica)
@@ -343,6 +349,8 @@ class Owners:
         PartitionError
             If partitions did not take what they were sent, or could not flush, in time.
         """
+        if owner.absent:  # which of its ids are used is not known
+            raise PartitionError(f"{owner}: {owner.absent}; repair() looks again", [str(owner)])
         if owner.journal_bytes + nbytes > self._max_unflushed and owner.journal:
             self.flush([owner])
         ends = time.monotonic() + self.write_deadline_s
@@ -462,8 +470,10 @@ def failures(what: str, failed: Mapping[Any, Exception]) -> PartitionError:
     return kind(f"{what} failed: {said}", partitions=[str(where) for where in failed])
 
 
-def _equal(state: State | None, best: State) -> bool:
-    return state is not None and (state.view, state.digest) == (best.view, best.digest)
+def _equal(state: State | None, best: State | None) -> bool:
+    if state is None or best is None:
+        return False
+    return (state.view, state.digest) == (best.view, best.digest)
 
 
 def _reading(owner: Owner, args: tuple[Any, ...]) -> Callable[[Replica, float], Any]:
