@@ -19,8 +19,9 @@ from hybridmem.config import Config
 from hybridmem.errors import StoreExistsError, StoreNotFoundError, VersionError
 from hybridmem.integrations.ray import _actors
 from hybridmem.integrations.ray._actors import START_S, Disk, Places
+from hybridmem.integrations.ray._calls import Owner, Replica
 from hybridmem.integrations.ray._cluster import Cluster
-from hybridmem.integrations.ray._owners import Owner, Owners, Replica
+from hybridmem.integrations.ray._owners import Owners
 from hybridmem.integrations.ray._remote import check_url
 
 __all__ = ["Cluster", "create", "open"]

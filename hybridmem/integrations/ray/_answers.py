@@ -16,7 +16,7 @@ import numpy as np
 from hybridmem._merging import Candidates, Place, choose
 from hybridmem._ranking import Scores
 from hybridmem.hdc import SignatureSpec
-from hybridmem.integrations.ray._owners import Owner, Owners
+from hybridmem.integrations.ray._calls import Calls, Owner
 from hybridmem.integrations.ray._partition import Fetched
 from hybridmem.memory import Ids, Question
 
@@ -39,7 +39,7 @@ class _Missing(Exception):
 
 
 def ask(
-    owners: Owners,
+    owners: Calls,
     questions: Sequence[Question],
     owned: Sequence[Sequence[Owner]],
     spec: SignatureSpec,
@@ -70,7 +70,7 @@ class _Asking:
 
     def __init__(
         self,
-        owners: Owners,
+        owners: Calls,
         questions: Sequence[Question],
         owned: Sequence[Sequence[Owner]],
         spec: SignatureSpec,

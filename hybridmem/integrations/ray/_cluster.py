@@ -22,7 +22,8 @@ from hybridmem.errors import PartitionError, ReadOnlyError, StoreClosedError, no
 from hybridmem.hdc import mean_pool
 from hybridmem.integrations.ray._actors import Places
 from hybridmem.integrations.ray._answers import Answer, Gone, ask
-from hybridmem.integrations.ray._owners import Owner, Owners, failures
+from hybridmem.integrations.ray._calls import Owner
+from hybridmem.integrations.ray._owners import Owners, failures
 from hybridmem.integrations.ray._partition import Delete, Fetched, Put
 from hybridmem.integrations.ray._repair import repair
 from hybridmem.memory import Floats, Memory, Question

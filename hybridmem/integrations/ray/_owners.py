@@ -1,4 +1,4 @@
-"""Asking partitions, and telling them what was put: with deadlines, and whatever fails.
+"""The partitions of a cluster as their writer sees them: what they are told, and what is durable.
 
 Each partition has a journal of what its replicas may not have on disk yet. Whoever was started
 again, or missed something, says that it is behind, and is given the journal before it is asked
@@ -7,106 +7,24 @@ once more. The journal gets shorter when all replicas have flushed.
 
 from __future__ import annotations
 
-import dataclasses
-import math
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import ray
-from ray.exceptions import RayError
 
-from hybridmem.errors import (
-    HybridMemError,
-    PartitionError,
-    PartitionFullError,
-    StoreFullError,
-    StoreLockedError,
-)
-from hybridmem.integrations.ray._actors import Disk, partition_name
+from hybridmem.errors import PartitionError, PartitionFullError, StoreFullError, StoreLockedError
+from hybridmem.integrations.ray._calls import TICK_S, Calls, Job, Owner, Replica
 from hybridmem.integrations.ray._partition import Op, State
 
-__all__ = ["Job", "Owner", "Owners", "Replica"]
+__all__ = ["Owners", "failures"]
 
-Key = TypeVar("Key", bound=Hashable)
-#: Seconds between looks at answers, and before a replica that failed is asked again.
-_TICK, _PAUSE = 0.1, 0.05
 #: Seconds in which replicas begin, and in which they end.
 _BEGIN_S, _END_S = 60.0, 10.0
-#: Seconds after which is looked again which nodes are up.
-_LOOK_S = 1.0
 
 
-@dataclasses.dataclass(eq=False)
-class Replica:
-    """A replica of a partition, and the actor that holds it."""
-
-    number: int
-    disk: Disk
-    actor: Any
-    #: Whether others have committed what it has not, which is written down on their disks.
-    left_behind: bool = False
-
-    def __str__(self) -> str:
-        return f"{partition_name(self.number)} at {self.disk}"
-
-    def call(self, group: str, method: str, *args: Any) -> Any:
-        """Begin a call of the partition."""
-        return self.actor.call.options(concurrency_group=group).remote((method, args))
-
-
-@dataclasses.dataclass(eq=False)
-class Owner:
-    """All replicas of a partition, the one to ask first in front."""
-
-    number: int
-    replicas: list[Replica]
-    #: Number of the last operation, and those that may not be durable, with their numbers.
-    last: int = 0
-    journal: deque[tuple[int, Op]] = dataclasses.field(default_factory=deque)
-    journal_bytes: int = 0
-    view: int = 0
-    #: Why there is nothing to ask; "" where something was found of it.
-    absent: str = "it is on no node that is up"
-
-    def __str__(self) -> str:
-        return partition_name(self.number)
-
-    def add(self, op: Op) -> None:
-        """Take down an operation."""
-        self.last += 1
-        self.journal.append((self.last, op))
-        self.journal_bytes += op.nbytes
-
-    def shorten(self, last: int) -> None:
-        """Let go of what is durable."""
-        while self.journal and self.journal[0][0] <= last:
-            self.journal_bytes -= self.journal.popleft()[1].nbytes
-
-
-@dataclasses.dataclass(eq=False)
-class Job:
-    """A call that one of some replicas is to answer."""
-
-    key: Any
-    owner: Owner
-    replicas: Sequence[Replica]
-    call: Callable[[Replica, float], Any]
-    turn: int = 0
-    hedged: bool = False
-    failure: Exception | None = None
-
-    def __post_init__(self) -> None:
-        self.several = len(self.replicas) > 1
-
-    def next(self) -> Replica:
-        """Return the replica whose turn it is."""
-        return self.replicas[self.turn % len(self.replicas)]
-
-
-class Owners:
+class Owners(Calls):
     """The partitions of a cluster, as their one writer or a reader sees them. Thread-safe.
 
     Parameters
@@ -131,17 +49,14 @@ class Owners:
         max_inflight_bytes: int,
         max_unflushed_bytes: int,
     ) -> None:
-        self.all = list(owners)
+        super().__init__(owners)
         self.replicas = replicas
-        self.lock = threading.RLock()
         #: Held while replicas commit, or come and go.
         self.committing = threading.RLock()
         self.remote = remote
         self.write_deadline_s = write_deadline_s
         self._max_inflight = max_inflight_bytes
         self._max_unflushed = max_unflushed_bytes
-        self._up: set[str] = set()
-        self._looked_at = -math.inf
         self._inflight: dict[Any, tuple[Owner, int]] = {}
 
     # -- beginning and ending ---------------------------------------------------------------------
@@ -220,125 +135,6 @@ class Owners:
         for owner in self.all:
             self.give_up(owner, list(owner.replicas))
 
-    # -- asking -----------------------------------------------------------------------------------
-
-    def read(
-        self, wanted: Mapping[int, tuple[Any, ...]], seconds: float
-    ) -> tuple[dict[int, Any], dict[int, Exception]]:
-        """Ask partitions; return the answers, and why there is none.
-
-        Parameters
-        ----------
-        wanted : mapping of int to tuple
-            By partition: the method `read_...` and its arguments.
-        """
-        jobs = [
-            Job(number, owner, list(owner.replicas), _reading(owner, args))
-            for number, args in wanted.items()
-            for owner in [self.all[number]]
-        ]
-        return self.gather(jobs, seconds)
-
-    def gather(
-        self, jobs: Iterable[Job], seconds: float
-    ) -> tuple[dict[Any, Any], dict[Any, Exception]]:
-        """Wait for the answer of each job, from whichever replica, until the deadline.
-
-        Raises
-        ------
-        TypeError, ValueError, KeyError
-            As a partition answered.
-        """
-        begun = time.monotonic()
-        ends = begun + seconds
-        answers: dict[Any, Any] = {}
-        failed: dict[Any, Exception] = {}
-        pending: dict[Any, tuple[Job, Replica, bool]] = {}
-        again: list[tuple[float, Job]] = []
-        waiting = {job.key: job for job in jobs}
-
-        def ask(job: Job, now: float) -> None:
-            replica = job.next()
-            pending[job.call(replica, max(0.0, ends - now))] = (job, replica, False)
-
-        for job in list(waiting.values()):
-            if job.replicas:
-                ask(job, begun)
-            else:
-                job.failure = PartitionError(job.owner.absent or "all its replicas are gone")
-        while (pending or again) and waiting and (now := time.monotonic()) < ends:
-            for due, job in [one for one in again if one[0] <= now]:
-                again.remove((due, job))
-                ask(job, now)
-            if pending:
-                ready, _ = ray.wait(
-                    list(pending), num_returns=len(pending), timeout=min(_TICK, ends - now)
-                )
-            else:
-                ready = []
-                time.sleep(min(_PAUSE, ends - now))
-            for ref in ready:
-                job, replica, caught_up = pending.pop(ref)
-                if job.key not in waiting or replica not in job.replicas:
-                    continue
-                kind, value = _outcome(ref)
-                if kind == "ok" and not caught_up:
-                    answers[job.key] = value
-                    del waiting[job.key]
-                    if job.several:
-                        self._prefer(job.owner, replica)
-                elif kind == "ok":
-                    pending[job.call(replica, ends - time.monotonic())] = (job, replica, False)
-                elif kind == "behind":
-                    pending[self._catch_up(job.owner, replica)] = (job, replica, True)
-                elif kind == "error" and (
-                    isinstance(value, KeyError) or not isinstance(value, HybridMemError)
-                ):
-                    raise value
-                else:
-                    job.failure = value
-                    if kind == "gone" and self._is_up(replica):
-                        job.turn += 1  # it may be starting again
-                    else:
-                        job.replicas = [one for one in job.replicas if one is not replica]
-                    if job.replicas:
-                        pause = _PAUSE if job.next() is replica else 0.0
-                        again.append((time.monotonic() + pause, job))
-                    else:
-                        failed[job.key] = value
-                        del waiting[job.key]
-            if now - begun > seconds / 2:
-                for job, replica, _ in list(pending.values()):
-                    if job.key in waiting and not job.hedged and len(job.replicas) > 1:
-                        job.hedged = True
-                        job.turn = list(job.replicas).index(replica) + 1
-                        ask(job, now)
-        for key, job in waiting.items():
-            failed[key] = job.failure or PartitionError(
-                f"no answer within {seconds:.2g} s from {', '.join(map(str, job.replicas))}"
-            )
-        return answers, failed
-
-    def _is_up(self, replica: Replica) -> bool:
-        """Whether Ray takes a replica's node for one that is up."""
-        now = time.monotonic()
-        if now > self._looked_at + _LOOK_S:
-            self._up = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-            self._looked_at = now
-        return replica.disk.node_id in self._up
-
-    def _catch_up(self, owner: Owner, replica: Replica) -> Any:
-        with self.lock:
-            return replica.call("put", "catch_up", list(owner.journal), owner.last)
-
-    def _prefer(self, owner: Owner, replica: Replica) -> None:
-        if owner.replicas[:1] == [replica]:
-            return
-        with self.lock:
-            if replica in owner.replicas:
-                owner.replicas.remove(replica)
-                owner.replicas.insert(0, replica)
-
     # -- telling ----------------------------------------------------------------------------------
 
     def make_room(self, owner: Owner, nbytes: int) -> None:
@@ -364,7 +160,7 @@ class Owners:
                     f"{self.write_deadline_s:g} s; nothing more was put",
                     partitions=slow,
                 )
-            self._reap(min(_TICK, left))
+            self._reap(min(TICK_S, left))
 
     @property
     def inflight_bytes(self) -> int:
@@ -476,26 +272,9 @@ def _equal(state: State | None, best: State | None) -> bool:
     return (state.view, state.digest) == (best.view, best.digest)
 
 
-def _reading(owner: Owner, args: tuple[Any, ...]) -> Callable[[Replica, float], Any]:
-    method, *rest = args
-    return lambda replica, left: replica.call(
-        "search", "read", owner.last, left, method, tuple(rest)
-    )
-
-
 def _sending(url: str) -> Callable[[Replica, float], Any]:
     return lambda replica, _: replica.call("commit", "upload", url)
 
 
 def _writing(owner: Owner, method: str, args: tuple[Any, ...]) -> Callable[[Replica, float], Any]:
     return lambda replica, left: replica.call("commit", method, owner.last, left, *args)
-
-
-def _outcome(ref: Any) -> tuple[str, Any]:
-    """Return what came of a call: "ok", "behind", "error", or "gone" where nobody answered."""
-    try:
-        kind, value = ray.get(ref)
-    except RayError as error:
-        first = (str(error).splitlines() or [""])[0]
-        return "gone", PartitionError(f"{type(error).__name__}: {first}")
-    return kind, value

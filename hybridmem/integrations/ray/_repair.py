@@ -9,7 +9,8 @@ import ray
 
 from hybridmem.errors import HybridMemError, PartitionError
 from hybridmem.integrations.ray._actors import Disk, Places
-from hybridmem.integrations.ray._owners import Job, Owner, Owners, Replica, failures
+from hybridmem.integrations.ray._calls import Job, Owner, Replica
+from hybridmem.integrations.ray._owners import Owners, failures
 from hybridmem.integrations.ray._partition import State
 
 __all__ = ["repair"]
