@@ -80,6 +80,7 @@ BODIES = {
     "huge list": b'{"n_entries":[' + b"[]," * 5_000_000 + b"0]",
     "huge list of numbers": b'{"n_entries":[' + b"999," * 5_000_000 + b"0]",
     "list as long as it may be": b'{"n_entries":[' + b"[]," * 690_000 + b"0]",
+    "lists in lists": b'{"n_entries":[' + (b"[" * 50 + b"]" * 50 + b",") * 20_000 + b"0]",
     "deep list": b'{"n_entries":' + b"[" * 100_000 + b"]" * 100_000,
     "deep, but not too deep to parse": b'{"n_entries":' + b"[" * 900 + b"]" * 900,
     "huge number": b'{"n_entries":' + b"9" * 100_000,
