@@ -70,7 +70,7 @@ def test_a_reader_writes_nothing(new_store: Callable[..., Any], rng: np.random.G
 READ = """
 import os, sys
 import numpy as np
-import hybridmem
+import crc32c, hybridmem  # the former as the other user may not read where packages are
 if len(sys.argv) > 2:
     os.setgid(int(sys.argv[2])); os.setuid(int(sys.argv[2]))
 with hybridmem.open(sys.argv[1], mode="r") as store:
