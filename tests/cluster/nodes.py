@@ -41,27 +41,24 @@ class Nodes:
         os.environ["RAY_TMPDIR"] = self._sockets.name
         self.disks = disks
         self._by_name: dict[str, Any] = {}
-        for attempt in range(3):
-            self._cluster = Cluster()
-            try:
-                self.add("head", include_dashboard=False, _system_config=_SYSTEM)
-                break
-            except Exception:  # Ray gives a node 30 s to start, which a busy machine may not make
-                self._cluster.shutdown()
-                if attempt == 2:
-                    raise
+        self._cluster = Cluster()
+        self.add("head", include_dashboard=False, _system_config=_SYSTEM)
         ray.init(address=self._cluster.address, log_to_driver=False, logging_level="ERROR")
 
     def add(self, name: str, disk: str | None = None, **options: Any) -> None:
         """Start a node, on a disk of its own name where no other is given."""
         path = self.disks / (disk or name)
         path.mkdir(exist_ok=True)
-        self._by_name[name] = self._cluster.add_node(
-            num_cpus=1,
-            object_store_memory=_STORE_BYTES,
-            env_vars={"HYBRIDMEM_DISK": str(path)},
-            **options,
-        )
+        options |= {"num_cpus": 1, "object_store_memory": _STORE_BYTES}
+        for attempt in range(3):
+            try:
+                self._by_name[name] = self._cluster.add_node(
+                    env_vars={"HYBRIDMEM_DISK": str(path)}, **options
+                )
+                return
+            except Exception:  # Ray gives it 30 s, which a busy machine may not make
+                if attempt == 2:
+                    raise
 
     def kill(self, name: str) -> None:
         """Kill a node: its raylet, and with it all of its processes; wait until Ray knows."""
