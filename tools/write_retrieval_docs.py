@@ -16,6 +16,7 @@ TABLES = ROOT / "bench" / "quality" / "tables"
 _PLACE = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.S)
 
 Row = dict[str, str]
+RECALLS = ("0.9", "0.95", "0.99")
 
 
 def read(name: str) -> list[Row]:
@@ -159,6 +160,21 @@ def stages() -> str:
     )  # fmt: skip
 
 
+def clusters() -> str:
+    """How much of a layer clusters would have to read."""
+    rows: dict[tuple[str, str], Row] = {}
+    for row in read("clusters"):
+        pair = rows.setdefault((row["entries"], row["clusters"]), {})
+        pair[row["learned"]] = " / ".join(f"{100 * float(row[f'read_{r}']):.0f}" for r in RECALLS)
+    return table(
+        ("entries", "clusters", "learned from all", "learned from the first 4,096"),
+        (
+            (f"{int(entries):,}", f"{int(count):,}", f"{row['all']} %", f"{row['frozen']} %")
+            for (entries, count), row in rows.items()
+        ),
+    )
+
+
 def wide() -> str:
     """Folded input against the transform of the whole width."""
     return table(
@@ -190,6 +206,7 @@ def renewed(page: str) -> str:
         "gemma": gemma,
         "sizes-choose": sizes,
         "stages": stages,
+        "clusters": clusters,
         "wide": wide,
     }
     return _PLACE.sub(lambda found: found[1] + made[found[2]]() + found[4], page)
