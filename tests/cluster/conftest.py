@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
-    """Three nodes, `head` among them, with a disk each."""
+    """Three nodes, `head` among them, with a disk each; ended before others start a Ray."""
     from .nodes import Nodes
 
     made = Nodes(tmp_path_factory.mktemp("disks"))
