@@ -90,7 +90,7 @@ def examine(
     Parameters
     ----------
     config : Config, optional
-        Of the store, for where index.json cannot be read at all.
+        Of the store, for where index.json is damaged.
     progress : callable, optional
         Called with the number of entries that were checked and that there are.
 
@@ -141,7 +141,9 @@ def _manifest(directory: Directory, config: Config | None, faults: list[Fault]) 
         faults.append(_fault(error, INDEX_NAME))
         manifest = unchecked_manifest(directory)
         if manifest is not None:
-            return manifest.replace(entries_crc=())
+            # Its checksums of records still tell: records that match them are those it belongs to,
+            # and have the width that it says.
+            return manifest if config is None else manifest.replace(config=config)
         if config is None:
             raise CorruptStoreError(
                 f"{error}; nothing in it can be used: give the config that the store was made with "

@@ -68,7 +68,8 @@ def salvage(
     ----------
     src, dst : path
     config : Config, optional
-        The configuration that the store was made with, for where index.json cannot be read at all.
+        The configuration that the store was made with, for where index.json is damaged. Records
+        that do not match its checksums are left out; without an index.json nothing checks them.
     progress : callable, optional
         As for `verify`.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -139,6 +140,24 @@ def test_each_fault_is_named_and_the_rest_kept(
     assert verify(path).ok
     with hybridmem.open(path) as store:
         assert len(store) == len(saved) + 1
+
+
+def test_records_that_a_damaged_index_is_wrong_about_are_not_kept(
+    path: Path, tmp_path: Path
+) -> None:
+    """Of twice the width the first record would read well, and have another's bytes for its own."""
+    with hybridmem.open(path, mode="r") as store:
+        whole, config = read(store), store.config
+    index = path / "index.json"
+    wider = f'"hdc_dim":{2 * config.hdc_dim}'.encode()
+    index.write_bytes(re.sub(rb'"hdc_dim": ?%d' % config.hdc_dim, wider, index.read_bytes()))
+    assert wider in index.read_bytes()
+    with hybridmem.open(path, mode="r", salvage=True) as store:
+        assert len(store) == 0
+    report = salvage(path, tmp_path / "saved", config=config)
+    with hybridmem.open(tmp_path / "saved") as store:
+        assert read(store) == whole
+    assert report.sound == len(whole)
 
 
 def test_an_index_that_is_gone_is_made_anew_from_the_config(path: Path, tmp_path: Path) -> None:
