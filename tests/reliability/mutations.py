@@ -220,6 +220,8 @@ class Mutator:
             [row] = [row for row in fields["shards"] if row[0] == number]
         except (ValueError, KeyError, IndexError, AttributeError, TypeError):
             return
+        if not isinstance(members, dict):  # another file stands in its place
+            return
         _change(members, self.rng)
         text = json.dumps(members).encode()
         head = len(text).to_bytes(8, "little") + text
