@@ -66,6 +66,7 @@ def test_sessions_are_made_listed_and_opened_again(
 def test_what_is_used_last_is_told(sessions: hybridmem.Sessions) -> None:
     use(sessions, "a")
     use(sessions, "b")
+    time.sleep(0.05)  # times of files go by ticks of the system
     with sessions.open("a") as store:
         store.query(ROW, 0)
     a, b = sessions.list()
