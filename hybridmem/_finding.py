@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -253,6 +254,20 @@ class Search:
         return score
 
 
+def _said(
+    searches: Sequence[Search], found: Sequence[Candidates], at: int, places: Sequence[Place]
+) -> Scores:
+    """Ask each store for its entries, and put what they say in the order of the places."""
+    parts: dict[Place, Scores] = {}
+    for number, search in enumerate(searches):
+        mine = [place for place in places if place[0] == number]
+        if mine:
+            ids = found[number].ids
+            each = search.said(at, [int(ids[one]) for _, one in mine])
+            parts.update(zip(mine, each, strict=True))
+    return np.stack([parts[place] for place in places])
+
+
 def answer(
     question: Question,
     searches: Sequence[Search],
@@ -276,18 +291,7 @@ def answer(
     accessed: list[list[int]] = [[] for _ in searches]
     for at in range(len(question.queries)):
         found = [search.candidates(at) for search in searches]
-
-        def said(places: Sequence[Place]) -> Scores:
-            """Ask each store for its entries, and put what they say in the order of the places."""
-            parts: dict[Place, Scores] = {}
-            for number, search in enumerate(searches):
-                mine = [place for place in places if place[0] == number]
-                if mine:
-                    ids = found[number].ids  # noqa: B023 (called before the next turn)
-                    each = search.said(at, [int(ids[one]) for _, one in mine])  # noqa: B023
-                    parts.update(zip(mine, each, strict=True))
-            return np.stack([parts[place] for place in places])
-
+        said = partial(_said, searches, found, at)
         chosen: list[tuple[int, int, float]] = []
         rows: list[list[int]] = [[] for _ in searches]
         for number, one in choose(found, question.top_k, question.ranking, said, most):
