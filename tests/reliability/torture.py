@@ -207,6 +207,8 @@ PARTS: Sequence[tuple[str, float, Callable[[Scratch, float], Figure]]] = (
     ("guided mutations", 0.06, guided_mutations),
     ("mutated stores", 0.1, mutated_stores),
 )
+#: In a long run the mutated stores need more than all other parts together.
+SHARE_LONG = 1.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -218,6 +220,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     parts = [part for part in PARTS if options.only in part[0]]
+    if options.long:
+        parts = [
+            (name, SHARE_LONG if part is mutated_stores else share, part)
+            for name, share, part in parts
+        ]
     left = sum(share for _, share, _ in parts)
     end = time.monotonic() + 60 * options.minutes
     missed = []
