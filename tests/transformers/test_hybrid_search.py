@@ -311,6 +311,28 @@ def test_what_one_layer_has_evicted_is_passed_over(tiny_model: Any, new_cache: A
     assert not left & gone
 
 
+def test_what_a_layer_takes_from_those_below_it_counts_one_access(
+    tiny_model: Any, new_cache: Any, searches: Searches
+) -> None:
+    """As what it found itself: an entry that is read is in use, and outlives one that is not."""
+    model = tiny_model()
+    cache = new_cache(model, top_k=3)
+    with retrieval(model):
+        run(model, text(70), [70], cache)
+        before = {entry_id: cache.store.get(entry_id).access_count for entry_id in cache.store}
+        searches.clear()
+        run(model, text(1, seed=4), [1], cache)
+    taken = 0
+    for layer in range(3):
+        ((_, found),) = searches.of(layer)
+        read = {hit.entry_id for hit in cache.layers[layer].searched[0][0]}
+        taken += len(read - set(found))
+        for entry_id in cache.layers[layer].rows[0].entry_ids:
+            counted = cache.store.get(entry_id).access_count - before[entry_id]
+            assert counted == (entry_id in read or entry_id in found)
+    assert taken
+
+
 def test_reciprocal_ranks_are_summed_over_the_layers_of_a_forward() -> None:
     fusion = Fusion()
     a, b, c = (0, 1), (0, 2), (7, 64)

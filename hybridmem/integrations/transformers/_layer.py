@@ -18,7 +18,7 @@ from hybridmem.integrations.transformers._rope import Angles, unrotate
 if TYPE_CHECKING:
     from hybridmem.integrations.transformers._cache import HybridCache
 
-__all__ = ["HybridLayer", "Row"]
+__all__ = ["HybridLayer", "Matrix", "Row"]
 
 Matrix = npt.NDArray[np.float32]
 

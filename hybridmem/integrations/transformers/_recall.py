@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from hybridmem.integrations._tensors import as_tensor
 from hybridmem.integrations.transformers._call import Call
 from hybridmem.integrations.transformers._fusion import Span
-from hybridmem.integrations.transformers._layer import HybridLayer, Row
+from hybridmem.integrations.transformers._layer import HybridLayer, Matrix, Row
 from hybridmem.integrations.transformers._rope import move
 
 __all__ = ["Block", "Memory", "recall"]
@@ -118,12 +117,14 @@ def _search(
     found = iter(cache.store.query_many(asked, layer.layer_idx, depth, entry_ids=ids))
     first = layer.seen - queries.shape[1]
     return [
-        _chosen(layer, number, first + stop, next(found)) if len(each) else []
+        _chosen(layer, number, first + stop, each, next(found)) if len(each) else []
         for stop, each in zip(stops, newest, strict=True)
     ]
 
 
-def _chosen(layer: HybridLayer, number: int, stop: int, hits: Sequence[Any]) -> list[Any]:
+def _chosen(
+    layer: HybridLayer, number: int, stop: int, query: Matrix, hits: Sequence[Any]
+) -> list[Any]:
     """Return the entries to attend to, oldest first, for the queries before token `stop`.
 
     They are the best by the sum of the reciprocal ranks that their tokens have in this layer and in
@@ -140,15 +141,17 @@ def _chosen(layer: HybridLayer, number: int, stop: int, hits: Sequence[Any]) -> 
             at_hand[placement.session, placement.token] = hit
     if not cache.fuse_layers:
         return sorted(at_hand.values(), key=lambda hit: hit.entry_id)
+    best = cache.fusion.best(layer.seen, (number, stop), list(at_hand)[: cache.top_k])
     chosen: list[Any] = []
-    for span in cache.fusion.best(layer.seen, (number, stop), list(at_hand)[: cache.top_k]):
-        if len(chosen) == cache.top_k:
-            break
-        if span not in at_hand and span[0] == 0:
-            with contextlib.suppress(KeyError):  # the store has evicted it
-                at_hand[span] = cache.store.get(row.entry_ids[span[1]])
-        if span in at_hand:
-            chosen.append(at_hand[span])
+    while best and len(chosen) < cache.top_k:  # again where the store has evicted some
+        count = cache.top_k - len(chosen)
+        some, best = best[:count], best[count:]
+        missing = [at for session, at in some if session == 0 and (0, at) not in at_hand]
+        if missing:  # a query, since to be read by a layer is an access
+            among = [row.entry_ids[at] for at in missing]
+            for hit in cache.store.query(query, layer.layer_idx, len(among), entry_ids=among):
+                at_hand[0, own[hit.entry_id]] = hit
+        chosen += [at_hand[span] for span in some if span in at_hand]
     return sorted(chosen, key=lambda hit: hit.entry_id)
 
 
