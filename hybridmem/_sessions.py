@@ -113,7 +113,10 @@ class Sessions:
         path = self._path(name)
         try:
             return self._opened(path, mode)
-        except StoreNotFoundError:
+        except HybridMemError as error:
+            # Of one that is dropped at this moment anything may be missing.
+            if not isinstance(error, StoreNotFoundError) and self._is_session(name):
+                raise
             if mode == "r" or "embed_dim" not in self._config:
                 raise StoreNotFoundError(
                     f"no session {name!r} in {self.root}"
@@ -160,7 +163,10 @@ class Sessions:
             error = str(failed)
         sizes, times = [0], [0]
         for file in path.iterdir():
-            status = file.stat()
+            try:
+                status = file.stat()
+            except FileNotFoundError:
+                continue  # its writer removed or renamed it between the two calls
             sizes.append(status.st_size)
             if file.name in (INDEX_NAME, ENTRIES_NAME):
                 times.append(status.st_mtime_ns)
@@ -205,6 +211,8 @@ class Sessions:
                 dropped = f"{_DROPPED_PREFIX}{secrets.token_hex(8)}{_DROPPED_SUFFIX}"
                 parent.rename(name, dropped)
                 parent.sync()
+                # While it is locked: who opened the directory before must not find a store in it.
+                directory.remove(INDEX_NAME)
             finally:
                 directory.close()
             for left in parent.names():

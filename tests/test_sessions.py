@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import hybridmem
+from hybridmem._fileio import Directory
 from hybridmem.testing import Faults, Recorder, crash_states, installed
 
 WIDTH = 16
@@ -258,6 +259,59 @@ def test_a_session_in_use_is_not_dropped(sessions: hybridmem.Sessions) -> None:
             sessions.drop("alice")
         assert len(store) == 2
     assert len(sessions.list()) == 1
+
+
+def test_who_opened_the_directory_before_finds_no_store(
+    sessions: hybridmem.Sessions, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is put into a session that is on its way out would be acknowledged and lost."""
+    use(sessions, "alice")
+    early = Directory(root / "alice")
+    remove = Directory.remove_directory
+    refused = []
+
+    def other_process(parent: Directory, directory: Directory) -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(hybridmem.opening, "directory_of", lambda _: early)
+            with pytest.raises(hybridmem.StoreNotFoundError) as caught:
+                hybridmem.open("alice")
+            refused.append(caught)
+        remove(parent, directory)
+
+    monkeypatch.setattr(Directory, "remove_directory", other_process)
+    sessions.drop("alice")
+    assert len(refused) == 1
+    assert os.listdir(root) == []
+
+
+def test_a_session_that_is_dropped_while_it_is_opened_is_made_anew(
+    sessions: hybridmem.Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(sessions, "alice")
+    lock = Directory.lock
+
+    def too_late(directory: Directory) -> None:
+        monkeypatch.setattr(Directory, "lock", lock)
+        sessions.drop("alice")
+        lock(directory)
+
+    monkeypatch.setattr(Directory, "lock", too_late)
+    with sessions.open("alice") as store:
+        assert len(store) == 0
+        store.put(ROW, ROW, 0)
+    assert [session.entries for session in sessions.list()] == [1]
+
+
+def test_files_that_come_and_go_hide_no_session(
+    sessions: hybridmem.Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A writer at work removes files between a look at the directory and a look at them."""
+    use(sessions, "alice")
+    names = Path.iterdir
+    monkeypatch.setattr(Path, "iterdir", lambda path: iter([path / "gone", *names(path)]))
+    (alice,) = sessions.list()
+    assert (alice.entries, alice.error) == (2, None)
+    assert alice.disk_bytes > 0
 
 
 CHILD = """
