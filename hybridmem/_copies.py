@@ -16,7 +16,7 @@ from hybridmem._manifest import INDEX_NAME, Manifest
 from hybridmem._shards import check_files
 from hybridmem.errors import SnapshotGoneError, StoreExistsError, StoreIOError
 
-__all__ = ["check_vacant", "new_directory", "snapshot"]
+__all__ = ["check_outside", "check_vacant", "new_directory", "snapshot"]
 
 _PIECE_RECORDS = 8192
 _PIECE_BYTES = 8 << 20
@@ -26,6 +26,13 @@ def check_vacant(path: Path) -> None:
     """Raise StoreExistsError where there is something already."""
     if os.path.lexists(path):
         raise StoreExistsError(f"{path} exists; give a path where there is nothing yet")
+
+
+def check_outside(store: Path, path: Path) -> None:
+    """Raise ValueError where a path is inside a store, whose files are its own."""
+    real = path.parent.resolve() / path.name
+    if store.resolve() in real.parents:
+        raise ValueError(f"{path} is inside the store {store}; give a path outside of it")
 
 
 @contextlib.contextmanager
@@ -64,9 +71,7 @@ def snapshot(
     Shards never change, so they are linked. Records do, by access counts and by what is appended,
     and index.json is replaced: both are written anew.
     """
-    real = path.parent.resolve() / path.name
-    if directory.path.resolve() in real.parents:
-        raise ValueError(f"{path} is inside the store {directory.path}; give a path outside of it")
+    check_outside(directory.path, path)
     with new_directory(path) as target:
         for shard in manifest.shards:
             name = shard_name(shard.number)

@@ -13,7 +13,7 @@ from hybridmem._adopting import adopt
 from hybridmem._alike import check_alike
 from hybridmem._codec import Tensor
 from hybridmem._commit import RESERVE_NAME
-from hybridmem._copies import new_directory
+from hybridmem._copies import check_outside, new_directory
 from hybridmem._entries import Bytes
 from hybridmem._fileio import LOCK_NAME, path_of
 from hybridmem._format import PARTS
@@ -67,10 +67,12 @@ def pack(
     SnapshotGoneError
         If the writer compacted the store meanwhile: try again, or pack a snapshot.
     ValueError
-        If signatures are to be made anew and entries were put with `index_keys`.
+        If signatures are to be made anew and entries were put with `index_keys`. If `pack_dir` is
+        inside the store.
     """
     path = path_of(pack_dir, "pack_dir")
     with opening.open(store_dir, mode="r") as store:
+        check_outside(store.path, path)
         manifest = store._manifest
         if like is not None:
             check_alike(like, store)

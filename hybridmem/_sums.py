@@ -9,13 +9,17 @@ import hashlib
 import re
 from collections.abc import Iterator
 
+from hybridmem._entries import ENTRIES_NAME
 from hybridmem._fileio import Directory
+from hybridmem._format import shard_number
+from hybridmem._manifest import INDEX_NAME
+from hybridmem.errors import CorruptStoreError, StoreIOError
 from hybridmem.results import Fault
 
 __all__ = ["SUMS_NAME", "check_sums", "write_sums"]
 
 SUMS_NAME = "SHA256SUMS"
-_LINE = re.compile(r"([0-9a-f]{64})  ([^/]+)", re.ASCII)
+_LINE = re.compile(r"([0-9a-f]{64})  ([^/\0]+)", re.ASCII)
 _MAX_BYTES = 1 << 25
 _PIECE_BYTES = 8 << 20
 
@@ -31,19 +35,27 @@ def check_sums(directory: Directory) -> Iterator[Fault]:
     if SUMS_NAME not in directory.names():
         return
     lines = directory.read_file(SUMS_NAME, _MAX_BYTES).decode(errors="replace").splitlines()
+    listed = set()
     for line in lines:
         match = _LINE.fullmatch(line)
         if match is None:
             yield Fault(file=SUMS_NAME, message=f"has the line {line!r:.80}")
             continue
         wanted, name = match.groups()
+        listed.add(name)
         try:
             found = _sum_of(directory, name)
         except FileNotFoundError:
             yield Fault(file=name, message=f"is missing, though {SUMS_NAME} lists it")
             continue
+        except (CorruptStoreError, StoreIOError) as error:
+            yield Fault(file=name, message=f"cannot be read: {error}")
+            continue
         if found != wanted:
             yield Fault(file=name, message=f"does not match its checksum in {SUMS_NAME}")
+    for name in sorted(set(directory.names()) - listed):
+        if name in (INDEX_NAME, ENTRIES_NAME) or shard_number(name) is not None:
+            yield Fault(file=name, message=f"has no checksum in {SUMS_NAME}")
 
 
 def _sum_of(directory: Directory, name: str) -> str:

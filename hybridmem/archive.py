@@ -14,7 +14,7 @@ from hybridmem import _arrays, _snapshot, _source, opening
 from hybridmem._adopting import adopt
 from hybridmem._checksums import crc32c
 from hybridmem._codec import Codec, Tensor
-from hybridmem._copies import check_vacant, new_directory
+from hybridmem._copies import check_outside, check_vacant, new_directory
 from hybridmem._fileio import Buffer, Directory, path_of
 from hybridmem._format import (
     COLUMN_BYTES,
@@ -86,13 +86,15 @@ def export_store(
     StoreExistsError
         If the file exists.
     ValueError
-        If it would have too many tensors: export some layers at a time.
+        If it would have too many tensors: export some layers at a time. If it would be inside the
+        store.
     SnapshotGoneError
         If the writer compacted the store meanwhile: try again, or export a snapshot.
     """
     path = path_of(file, "file")
     check_vacant(path)
     with opening.open(store_dir, mode="r") as store:
+        check_outside(store.path, path)
         layer = None if layer_idx is None else _arrays.layer_index(layer_idx)
         rows = store._table.alive_rows(layer)
         directory = Directory.make(path.parent)
@@ -322,6 +324,7 @@ class _ExportFile:
             raise ValueError("its header does not match its checksum")
         if not all(isinstance(value, str) for value in metadata.values()):
             raise ValueError("its metadata is not of strings")
+        "".join(metadata.values()).encode()  # no half of a pair, which no text in UTF-8 has
 
     def _index(self, metadata: dict[str, Any]) -> Manifest:
         data = metadata.get("index", "").encode()

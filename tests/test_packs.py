@@ -136,6 +136,32 @@ def test_a_damaged_list_is_named(packed: Path) -> None:
     assert "nonsense" in fault.message
 
 
+@pytest.mark.parametrize("name", ["index.json", "entries.bin", "shard_0000.safetensors"])
+def test_a_list_that_was_cut_short_is_named(name: str, packed: Path) -> None:
+    sums = packed / "SHA256SUMS"
+    lines = [line for line in sums.read_text().splitlines(True) if not line.endswith(f"{name}\n")]
+    sums.write_text("".join(lines))
+    (fault,) = verify.verify(packed).faults
+    assert (fault.file, fault.message) == (name, "has no checksum in SHA256SUMS")
+
+
+@pytest.mark.parametrize("name", ["..", ".", "a\0b", "x" * 5000, "/etc/passwd", "lock/x"])
+def test_a_list_of_other_names_is_named(name: str, packed: Path) -> None:
+    with (packed / "SHA256SUMS").open("a") as file:
+        file.write(f"{'0' * 64}  {name}\n")
+    (fault,) = verify.verify(packed).faults
+    assert fault.file in ("SHA256SUMS", name)
+
+
+def test_a_pack_is_not_made_inside_its_store(packed: Path, tmp_path: Path) -> None:
+    """The store takes names of its files for its own, and removes what no commit names."""
+    before = sorted((tmp_path / "mem").iterdir())
+    for name in ("pack", "deep/pack"):
+        with pytest.raises(ValueError, match="inside the store"):
+            hybridmem.pack(tmp_path / "mem", tmp_path / "mem" / name)
+    assert sorted((tmp_path / "mem").iterdir()) == before
+
+
 def test_a_pack_is_not_written_to(packed: Path, tmp_path: Path, rng: Any) -> None:
     before = {path.name: path.read_bytes() for path in packed.iterdir()}
     for options in ({}, {"salvage": True}, {"max_entries": 1}):

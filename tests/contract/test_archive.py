@@ -173,6 +173,16 @@ def test_where_nothing_is_written(filled: Callable[..., Any], tmp_path: Path) ->
     assert sorted(os.listdir(tmp_path)) == ["f", "mem"]
 
 
+@pytest.mark.parametrize("name", ["shard_0099.safetensors", "SHA256SUMS", "deep/file"])
+def test_not_inside_the_store(name: str, filled: Callable[..., Any], tmp_path: Path) -> None:
+    """Its next writer would remove the file, or take the store for a pack."""
+    store = filled()
+    before = sorted(store.path.iterdir())
+    with pytest.raises(ValueError, match="inside the store"):
+        export_store(store.path, store.path / name)
+    assert sorted(store.path.iterdir()) == before
+
+
 def test_arguments_are_checked(filled: Callable[..., Any], tmp_path: Path) -> None:
     store = filled()
     with pytest.raises(ValueError, match="layer_idx"):
@@ -238,6 +248,7 @@ FORGED: dict[str, Callable[[dict[str, Any]], object]] = {
     "a source that is too large": lambda m: m["__metadata__"].update(
         source_2=json.dumps("x" * 70_000)
     ),
+    "half of a pair of surrogates": lambda m: m["__metadata__"].update(source_2='"\ud800"'),
     "a list in the metadata": lambda m: m["__metadata__"].update(more=[]),
     "a name changed": lambda m: m.update(k_99=m.pop("k_2")),
     "a column gone": lambda m: m.update(k_99=m.pop("layer_idx")),
