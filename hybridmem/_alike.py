@@ -31,8 +31,15 @@ def check_alike(first: Store, other: Store) -> None:
             f"{first.path} and {other.path} cannot be layered: they hold keys and values of the "
             f"models {one!r} and {two!r}"
         )
-    if int(other._table.column("entry_id").max(initial=0)) >> ID_BITS - 1:
-        raise ValueError(f"{other.path} has ids beyond 2**{ID_BITS - 1}: export and import it")
+    # The next id counts too: what is put then has to have an id below 2**ID_BITS.
+    last = max(
+        int(other._table.column("entry_id").max(initial=0)), other._manifest.next_entry_id - 1
+    )
+    if last >> ID_BITS - 1:
+        raise ValueError(
+            f"{other.path} cannot be layered: its ids have come to {last}, beyond "
+            f"2**{ID_BITS - 1}; put its entries into a new store"
+        )
 
 
 def same_means(one: tuple[Any, Any] | None, other: tuple[Any, Any] | None) -> bool:

@@ -346,8 +346,9 @@ def _floats(x: object, name: str, wanted: str) -> Any:
     if torch is not None:
         _check_tensor(torch, x, name, want)
         return x
-    masked = sys.modules.get("numpy.ma")
-    if masked is not None and isinstance(x, masked.MaskedArray) and masked.is_masked(x):
+    masked: Any = sys.modules.get("numpy.ma")
+    kind = getattr(masked, "MaskedArray", ())  # not there while another thread imports the module
+    if isinstance(x, kind) and masked.is_masked(x):
         raise ValueError(f"{name}: got a masked array with masked elements, want {want}")
     parts = _parts(x, name, wanted)
     try:

@@ -10,6 +10,7 @@ import fractions
 import math
 import subprocess
 import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -298,6 +299,14 @@ def test_wrong_shapes_are_named(shape: str, vector_ok: bool) -> None:
 def test_ragged_and_masked_are_values_of_the_wrong_kind(x: Any) -> None:
     with pytest.raises(ValueError, match=r"^keys: got .*want floats .* of shape \[n_tokens, 12\]"):
         matrix(x, "keys", W)
+
+
+@pytest.mark.parametrize("name", ["numpy.ma", "torch"])
+def test_a_module_that_another_thread_is_importing(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    assert matrix(data(), "keys", W).shape == (N, W)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

@@ -419,6 +419,21 @@ def test_a_store_twice_is_refused(new_store: Any, tmp_path: Path) -> None:
         hybridmem.layered([tmp_path / "again", one])
 
 
+def test_ids_that_would_run_into_those_of_other_stores_are_refused(
+    new_store: Any, tmp_path: Path
+) -> None:
+    one, mine = new_store("one", 1), new_store("mine", 1)
+    mine._writer.next_entry_id = 1 << 39
+    mine.put(np.ones((1, WIDTH)), np.ones((1, WIDTH)), 0)
+    mine.flush()
+    for _ in range(2):  # with the entry, and with what it leaves behind
+        with pytest.raises(ValueError, match=r"mine .*ids .* beyond 2\*\*39; put its entries"):
+            hybridmem.layered([one, mine])
+        if len(mine) == 2:
+            mine.delete(1 << 39)
+            mine.compact()
+
+
 @pytest.mark.parametrize(
     ("stores", "limits", "message"),
     [
