@@ -11,14 +11,16 @@ See docs/scale.md.
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
+from collections.abc import Sequence
 from typing import Any
 
 from hybridmem.config import Config
-from hybridmem.errors import StoreExistsError, StoreNotFoundError, VersionError
+from hybridmem.errors import CorruptStoreError, StoreExistsError, StoreNotFoundError, VersionError
 from hybridmem.integrations.ray import _actors
-from hybridmem.integrations.ray._actors import START_S, Disk, Places
+from hybridmem.integrations.ray._actors import FORMAT, ROUTES, START_S, Disk, Places
 from hybridmem.integrations.ray._calls import Owner, Replica
 from hybridmem.integrations.ray._cluster import Cluster
 from hybridmem.integrations.ray._owners import Owners
@@ -26,7 +28,9 @@ from hybridmem.integrations.ray._remote import check_url
 
 __all__ = ["Cluster", "create", "open"]
 
-_FORMAT = {"format": "hybridmem-cluster", "format_version": 1}
+_ON_MISSING = ("raise", "report")
+#: A year: what is longer is more than the system can wait.
+_MAX_S = 31_536_000
 
 
 def create(
@@ -98,10 +102,15 @@ def create(
         raise ValueError(
             "max_entries and max_disk_bytes must be 0: a cluster evicts nothing; delete entries"
         )
-    for name, value in (("partitions", partitions), ("replicas", replicas)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name}: got {value!r}, want an integer of at least 1")
-    _check(root, route=(route, ("layer", "hash")), on_missing=(on_missing, ("raise", "report")))
+    _check_counts(partitions=(partitions, 1), replicas=(replicas, 1))
+    _check(root, route=(route, ROUTES), on_missing=(on_missing, _ON_MISSING))
+    _check_seconds(deadline_s=deadline_s, write_deadline_s=write_deadline_s)
+    _check_counts(
+        max_inflight_bytes=(max_inflight_bytes, 0),
+        max_unflushed_bytes=(max_unflushed_bytes, 0),
+        search_threads=(search_threads, 1),
+    )
+    limits = (write_deadline_s, max_inflight_bytes, max_unflushed_bytes)
     if remote is not None:
         check_url(remote)
     found, without = _actors.disks(root, make=True, seconds=START_S)
@@ -111,10 +120,10 @@ def create(
             f"{[str(disk) for disk in found]}{_reasons(without)}"
         )
     for disk in found:
-        if disk.about is not None or disk.partitions:
+        if disk.about is not None or disk.partitions or disk.views:
             raise StoreExistsError(f"{disk} holds a cluster; open it, or give another directory")
     about = {
-        **_FORMAT,
+        **FORMAT,
         "cluster_id": secrets.token_hex(16),
         "partitions": partitions,
         "replicas": replicas,
@@ -128,7 +137,6 @@ def create(
     for number in range(partitions):
         chosen = [found[(number + turn) % len(found)] for turn in range(replicas)]
         owners.append(Owner(number, [_replica(places, disk, number) for disk in chosen]))
-    limits = (write_deadline_s, max_inflight_bytes, max_unflushed_bytes)
     return _opened(places, owners, limits, deadline_s, on_missing, config)
 
 
@@ -163,18 +171,22 @@ search_threads
         If another writer has it open.
     VersionError
         If a newer version made it.
+    CorruptStoreError
+        If nodes do not say the same of it.
     """
     if mode not in ("r", "r+"):
         raise ValueError(f'mode must be "r+" or "r", got {mode!r}')
-    _check(root, on_missing=(on_missing, ("raise", "report")))
+    _check(root, on_missing=(on_missing, _ON_MISSING))
+    _check_seconds(deadline_s=deadline_s, write_deadline_s=write_deadline_s)
+    _check_counts(
+        max_inflight_bytes=(max_inflight_bytes, 0),
+        max_unflushed_bytes=(max_unflushed_bytes, 0),
+        search_threads=(search_threads, 1),
+    )
+    limits = (write_deadline_s, max_inflight_bytes, max_unflushed_bytes)
     found, without = _actors.disks(root, make=False, seconds=START_S)
-    abouts = {disk.about["cluster_id"]: disk.about for disk in found if disk.about is not None}
-    if not abouts:
-        raise StoreNotFoundError(f"no cluster in {root} on any node{_reasons(without)}")
-    if len(abouts) > 1:
-        raise ValueError(f"root: nodes hold different clusters in {root}: {sorted(abouts)}")
-    (about,) = abouts.values()
-    if about["format_version"] != _FORMAT["format_version"]:
+    about = _about(root, found, without)
+    if about["format_version"] != FORMAT["format_version"]:
         raise VersionError(
             f"the cluster in {root} has format_version {about['format_version']}: install a newer "
             "hybridmem"
@@ -183,9 +195,34 @@ search_threads
     owners = []
     for number in range(about["partitions"]):
         chosen = [disk for disk in found if number in disk.partitions]
-        owners.append(Owner(number, [_replica(places, disk, number) for disk in chosen]))
-    limits = (write_deadline_s, max_inflight_bytes, max_unflushed_bytes)
+        owner = Owner(number, [_replica(places, disk, number) for disk in chosen])
+        owner.view = max(disk.views.get(number, 0) for disk in found)
+        owner.absent += _reasons(without)
+        owners.append(owner)
     return _opened(places, owners, limits, deadline_s, on_missing, None)
+
+
+def _about(root: str, found: Sequence[Disk], without: dict[str, str]) -> dict[str, Any]:
+    """Return what the disks say of their cluster, all the same."""
+    told = [disk for disk in found if disk.about is not None]
+    if not told:
+        raise StoreNotFoundError(f"no cluster in {root} on any node{_reasons(without)}")
+    first, about = told[0], told[0].about
+    assert about is not None
+    ids = sorted({disk.about["cluster_id"] for disk in told if disk.about is not None})
+    if len(ids) > 1:
+        raise ValueError(f"root: nodes hold different clusters in {root}: {ids}")
+    for disk in told:
+        if disk.about != about:
+            raise CorruptStoreError(
+                f"{_actors.CLUSTER_NAME} of {first} and of {disk} differ: {about} and {disk.about}"
+            )
+        if about.get("partitions", math.inf) <= max(disk.partitions, default=-1):
+            raise CorruptStoreError(
+                f"{disk} holds a partition {max(disk.partitions)}, and {_actors.CLUSTER_NAME} says "
+                f"that there are {about['partitions']}"
+            )
+    return about
 
 
 def _check(root: object, **given: tuple[str, tuple[str, ...]]) -> None:
@@ -196,6 +233,21 @@ def _check(root: object, **given: tuple[str, tuple[str, ...]]) -> None:
     for name, (value, known) in given.items():
         if value not in known:
             raise ValueError(f"{name}: got {value!r}, want one of {known}")
+
+
+def _check_counts(**given: tuple[object, int]) -> None:
+    for name, (value, least) in given.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"{name}: got {value!r}, want an integer of at least {least}")
+
+
+def _check_seconds(**given: Any) -> None:
+    for name, value in given.items():
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or not 0 < value <= _MAX_S:
+            raise ValueError(
+                f"{name}: got {value!r}, want seconds, more than 0 and at most {_MAX_S}"
+            )
 
 
 def _reasons(without: dict[str, str]) -> str:
@@ -232,11 +284,10 @@ def _opened(
             made,
             places=places,
             config=joined.config,
-            next_id=joined.next_entry_id,
+            next_id=joined.mark.next_entry_id,
             deadline_s=deadline_s,
             on_missing=on_missing,
         )
-        cluster._settle_calibration()
     except BaseException:
         made.end()
         raise

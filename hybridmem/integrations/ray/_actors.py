@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import secrets
+import threading
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,15 +16,37 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from hybridmem._fileio import Directory, path_of
+from hybridmem.errors import (
+    CorruptStoreError,
+    HybridMemError,
+    PartitionError,
+    StoreExistsError,
+    StoreLockedError,
+)
+from hybridmem.integrations.ray import _views as views
 from hybridmem.integrations.ray._partition import Partition, Reply, pieces_of, replied
 from hybridmem.integrations.ray._remote import download
 
-__all__ = ["CLUSTER_NAME", "START_S", "Disk", "Places", "claim", "disks", "partition_name"]
+__all__ = [
+    "CLUSTER_NAME",
+    "FORMAT",
+    "ROUTES",
+    "START_S",
+    "Disk",
+    "Places",
+    "claim",
+    "disks",
+    "partition_name",
+]
 
-CLUSTER_NAME = "cluster.json"
+CLUSTER_NAME, _DISK_NAME = "cluster.json", "disk.json"
+FORMAT = {"format": "hybridmem-cluster", "format_version": 1}
+ROUTES = ("layer", "hash")
 _NAMESPACE = "hybridmem"
-#: Seconds for starting workers on every node.
-START_S = 60.0
+#: Seconds for starting workers on every node, and for the lock of a disk that nodes share.
+START_S, _LOCK_S = 60.0, 10.0
+_PARTITION = re.compile(r"partition-(\d{4,9})", re.ASCII)
+_KNOWN = re.compile(r"known-(\d{4,9})\.json", re.ASCII)
 
 
 class Disk(NamedTuple):
@@ -33,20 +58,24 @@ class Disk(NamedTuple):
     host : str
     root : str
         The directory, environment variables of the node expanded.
-    identity : tuple of int
-        Device and inode: nodes that share a file system have one disk.
+    identity : tuple of (str, int)
+        What is written in disk.json, and the inode: nodes that share a file system have one disk.
+        Device and inode alone are the same on nodes that were set up alike.
     about : dict or None
         What cluster.json in it says.
     partitions : tuple of int
         The partitions that are there.
+    views : dict of int to int
+        By partition the highest view that is known here of any replica.
     """
 
     node_id: str
     host: str
     root: str
-    identity: tuple[int, int]
+    identity: tuple[str, int]
     about: dict[str, Any] | None
     partitions: tuple[int, ...]
+    views: dict[int, int]
 
     def __str__(self) -> str:
         return f"{self.host}:{self.root} (node {self.node_id[:8]})"
@@ -57,8 +86,11 @@ def partition_name(number: int) -> str:
     return f"partition-{number:04d}"
 
 
-def _look(root: str, make: bool) -> tuple[str, tuple[int, int], Any, tuple[int, ...]] | str:
-    """Say what of a cluster is on the disk of this node."""
+_Seen = tuple[str, tuple[str, int], dict[str, Any] | None, tuple[int, ...], dict[int, int]]
+
+
+def _look(root: str, make: bool) -> _Seen | str:
+    """Say what of a cluster is on the disk of this node, or why nothing is."""
     path = path_of(os.path.expandvars(root), "root")
     if "$" in str(path):
         return f"root: {root!r} names an environment variable that this node does not have"
@@ -66,26 +98,103 @@ def _look(root: str, make: bool) -> tuple[str, tuple[int, int], Any, tuple[int, 
         directory = Directory.make(path) if make else Directory(path)
     except FileNotFoundError:
         return f"there is no directory {path}"
+    except (HybridMemError, OSError) as error:
+        return str(error)
     with contextlib.closing(directory):
-        names = directory.names()
-        about = None
-        if CLUSTER_NAME in names:
-            about = json.loads(directory.read_file(CLUSTER_NAME, 1 << 20))
-    held = [
-        int(name.removeprefix("partition-"))
-        for name in names
-        if name.startswith("partition-") and (path / name / "index.json").exists()
+        try:
+            if make:
+                _identify(directory)
+            names = directory.names()
+            known = (match for name in names if (match := _KNOWN.fullmatch(name)))
+            return (
+                str(path),
+                (_json_of(directory, _DISK_NAME).get("disk_id", ""), os.stat(path).st_ino),
+                _about(directory) if CLUSTER_NAME in names else None,
+                tuple(
+                    sorted(
+                        int(match[1])
+                        for name in names
+                        if (match := _PARTITION.fullmatch(name))
+                        and partition_name(int(match[1])) == name
+                        and (path / name / "index.json").exists()
+                    )
+                ),
+                {int(match[1]): views.read(directory, match[0]) for match in known},
+            )
+        except (HybridMemError, OSError) as error:
+            return str(error)
+
+
+def _json_of(directory: Directory, name: str) -> dict[str, Any]:
+    """Return the object that a file holds, an empty one where there is none."""
+    try:
+        value = json.loads(directory.read_file(name, 1 << 20))
+    except FileNotFoundError:
+        return {}
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        path = str(directory.path / name)
+        raise CorruptStoreError(f"{path} is damaged: it is no JSON object", path=path)
+    return value
+
+
+def _about(directory: Directory) -> dict[str, Any]:
+    """Return what cluster.json says, checked as far as this version knows it."""
+    about = _json_of(directory, CLUSTER_NAME)
+    wanted: dict[str, Any] = {"cluster_id": str, "format_version": int}
+    if about.get("format_version") == FORMAT["format_version"]:
+        wanted |= {"partitions": int, "replicas": int, "route": str, "remote": (str, type(None))}
+    wrong = [
+        name
+        for name, kind in wanted.items()
+        if name not in about
+        or not isinstance(about[name], kind)
+        or (kind is int and (isinstance(about[name], bool) or about[name] < 1))
     ]
-    at = os.stat(path)
-    return str(path), (at.st_dev, at.st_ino), about, tuple(sorted(held))
+    if about.get("route", ROUTES[0]) not in ROUTES:
+        wrong.append("route")
+    if about.get("format") != FORMAT["format"] or wrong:
+        path = str(directory.path / CLUSTER_NAME)
+        raise CorruptStoreError(
+            f"{path} is damaged: it says no valid {', '.join(wrong) or 'format'}", path=path
+        )
+    return about
+
+
+def _write(directory: Directory, name: str, value: dict[str, Any]) -> None:
+    data = json.dumps(value, indent=1).encode()
+    directory.rename(directory.write_temporary([(0, [data])], name), name)
+    directory.sync()
+
+
+def _lock(directory: Directory) -> None:
+    """Keep out whoever looks at the same disk from another node; closing lets go."""
+    ends = time.monotonic() + _LOCK_S
+    while True:
+        try:
+            return directory.lock()
+        except StoreLockedError:
+            if time.monotonic() > ends:
+                raise
+            time.sleep(0.05)
+
+
+def _identify(directory: Directory) -> None:
+    """Give a disk what tells it from all others, if it has nothing yet."""
+    _lock(directory)
+    if _DISK_NAME not in directory.names():
+        _write(directory, _DISK_NAME, {"disk_id": secrets.token_hex(16)})
+    directory.drop_lock()
 
 
 def _found(root: str, about: dict[str, Any]) -> None:
-    """Write down which cluster the directory belongs to."""
+    """Write down which cluster the directory belongs to, if that is none yet."""
     with contextlib.closing(Directory(Path(root))) as directory:
-        data = json.dumps(about, indent=1).encode()
-        directory.rename(directory.write_temporary([(0, [data])], CLUSTER_NAME), CLUSTER_NAME)
-        directory.sync()
+        _lock(directory)
+        if CLUSTER_NAME in directory.names() and _about(directory) != about:
+            raise StoreExistsError(f"{root} holds a cluster; open it, or give another directory")
+        _write(directory, CLUSTER_NAME, about)
 
 
 def _at(node_id: str) -> Any:
@@ -112,7 +221,7 @@ def disks(root: str, *, make: bool, seconds: float) -> tuple[list[Disk], dict[st
         for node_id in nodes
     }
     ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=seconds)
-    found: dict[tuple[int, int], Disk] = {}
+    found: dict[tuple[str, int], Disk] = {}
     without = {nodes[refs[ref]]: "it did not answer" for ref in refs if ref not in ready}
     for ref in ready:
         node_id = refs[ref]
@@ -128,9 +237,26 @@ def disks(root: str, *, make: bool, seconds: float) -> tuple[list[Disk], dict[st
 
 
 def claim(disk: Disk, about: dict[str, Any]) -> None:
-    """Write down which cluster a disk belongs to."""
-    task = ray.remote(**_TASK)(_found).options(scheduling_strategy=_at(disk.node_id))
-    ray.get(task.remote(disk.root, about), timeout=START_S)
+    """Write down which cluster a disk belongs to.
+
+    Raises
+    ------
+    StoreExistsError
+        If it belongs to another one.
+    PartitionError
+        If its node did not answer.
+    """
+    task = ray.remote(**_TASK)(_claimed).options(scheduling_strategy=_at(disk.node_id))
+    try:
+        reply = ray.get(task.remote(disk.root, about), timeout=START_S)
+    except ray.exceptions.RayError as error:
+        first = (str(error).splitlines() or [""])[0]
+        raise PartitionError(f"{disk}: {type(error).__name__}: {first}", [str(disk)]) from None
+    _value(reply)
+
+
+def _claimed(root: str, about: dict[str, Any]) -> Reply:
+    return replied(lambda: _found(root, about))
 
 
 class _Actor:
@@ -139,24 +265,27 @@ class _Actor:
     def __init__(self, path: str, mode: str) -> None:
         self._partition: Partition | None = None
         self._path, self._mode = Path(path), mode
+        self._opening = threading.Lock()
         self._open()
 
     def _open(self) -> Reply:
         """Open what is on the disk; what is wrong with it is said when it is asked."""
 
         def opened() -> None:
-            self._partition = Partition(self._path, self._mode)
+            if self._partition is None:  # another thread may have been quicker
+                self._partition = Partition(self._path, self._mode)
 
-        self._opened = replied(opened)
-        return self._opened
+        with self._opening:
+            return replied(opened)
 
     def call(self, asked: tuple[str, tuple[Any, ...]]) -> Reply:
         """Call a method of the partition; in one argument, as each costs Ray some 50 us."""
         method, args = asked
         partition = self._partition
         if partition is None:  # it may be that the process before has not let go of it yet
-            if self._open()[0] != "ok":
-                return self._opened
+            reply = self._open()
+            if reply[0] != "ok":
+                return reply
             partition = self._partition
         return replied(lambda: getattr(partition, method)(*args))
 

@@ -16,6 +16,7 @@ from ray.exceptions import RayError
 from hybridmem.errors import HybridMemError, PartitionError
 from hybridmem.integrations.ray._actors import Disk, partition_name
 from hybridmem.integrations.ray._partition import Op
+from hybridmem.integrations.ray._views import NOTHING, Mark
 
 __all__ = ["TICK_S", "Calls", "Job", "Owner", "Replica"]
 
@@ -53,7 +54,11 @@ class Owner:
     last: int = 0
     journal: deque[tuple[int, Op]] = dataclasses.field(default_factory=deque)
     journal_bytes: int = 0
+    #: What all replicas have on disk at least, before the first operation of the journal.
+    mark: Mark = NOTHING
+    #: Of the replicas that were not left behind, and whether lacking ones are known by it.
     view: int = 0
+    lack_noted: bool = False
     #: Why there is nothing to ask; "" where something was found of it.
     absent: str = "it is on no node that is up"
 
@@ -215,7 +220,7 @@ class Calls:
 
     def _catch_up(self, owner: Owner, replica: Replica) -> Any:
         with self.lock:
-            return replica.call("put", "catch_up", list(owner.journal), owner.last)
+            return replica.call("put", "catch_up", list(owner.journal), owner.last, owner.mark)
 
     def _prefer(self, owner: Owner, replica: Replica) -> None:
         if owner.replicas[:1] == [replica]:

@@ -16,13 +16,14 @@ from hybridmem import _arrays, _chunks
 from hybridmem._adopting import Row
 from hybridmem._chunks import Chunk, Given
 from hybridmem._codec import Codec, Tensor
-from hybridmem._signatures import Signatures, first_mean
+from hybridmem._signatures import Signatures
 from hybridmem.config import Config
 from hybridmem.errors import PartitionError, ReadOnlyError, StoreClosedError, no_entry
 from hybridmem.hdc import mean_pool
 from hybridmem.integrations.ray._actors import Places
 from hybridmem.integrations.ray._answers import Answer, Gone, ask
 from hybridmem.integrations.ray._calls import Owner
+from hybridmem.integrations.ray._centring import Centring
 from hybridmem.integrations.ray._owners import Owners, failures
 from hybridmem.integrations.ray._partition import Delete, Fetched, Put
 from hybridmem.integrations.ray._repair import repair
@@ -71,6 +72,8 @@ class Cluster(Memory):
         self._next_id = next_id
         self._codec = Codec(config.kv_dtype, quantize_stored=config.quantize_stored)
         self._signatures = Signatures(config)
+        self._centring = Centring(owners, self._signatures, self._of_layer)
+        self._centring.settle(self.mode == "r+")
         self._writing_lock = threading.RLock()
         self._queries = self._hits = 0
         self._closed = False
@@ -147,10 +150,17 @@ class Cluster(Memory):
             return self._asked(questions)
 
     def _asked(self, questions: Sequence[Question]) -> list[Answer]:
+        layers = {question.layer_idx for question in questions}
+        if self._centring.unsettled.keys() & layers:
+            with self._writing_lock:  # it may be under way
+                self._centring.check(layers)
+        centres = self._signatures.centres
         owned = [self._of_layer(question.layer_idx) for question in questions]
         answers, failed = ask(
             self._owners, questions, owned, self.config.signature, self.deadline_s
         )
+        if self._signatures.centres is not centres or (self._centring.unsettled.keys() & layers):
+            raise Gone
         if failed and self.on_missing == "raise":
             raise self._missing(failed)
         self._queries += sum(len(question.queries) for question in questions)
@@ -317,6 +327,7 @@ class Cluster(Memory):
         chunks = prepared()
         with self._writing_lock:
             self._check_writing()
+            self._centring.check([layer])
             if self._signatures.centres is not centres:  # calibrated meanwhile
                 chunks = prepared()
             ids = self._new_ids(layer, len(chunks))
@@ -366,7 +377,8 @@ class Cluster(Memory):
         ValueError
             If the layer is calibrated already, or cannot be any more.
         PartitionError
-            If a partition could not commit it: call it again with the same means.
+            If a partition could not commit it: call it again with the same means. Until then what
+            asks for the layer, or puts into it, raises this too.
         """
         self._check_writing()
         layer = _arrays.layer_index(layer_idx)
@@ -374,38 +386,10 @@ class Cluster(Memory):
             None if rows is None else mean_pool(self._rows(rows, name))[0]
             for name, rows in (("keys", keys), ("queries", queries))
         )
-        owners = self._of_layer(layer)
         with self._writing_lock:
-            if layer in self._signatures.centres:
+            if layer in self._signatures.centres and layer not in self._centring.unsettled:
                 raise ValueError(f"layer {layer} is calibrated already, and its means are frozen")
-            self._owners.flush(owners)
-            if mean is None:
-                ids = self._read({one.number: ("ids", layer) for one in owners})
-                stored = np.sort(np.concatenate(list(ids.values()))).tolist()
-                mean = first_mean(self.get(one).keys for one in stored)
-            self._owners.flush(owners, "calibrate", layer, mean, mean_query)
-            for known in self._read({owners[0].number: ("calibration",)}).values():
-                self._signatures.centres = {**self._signatures.centres, layer: known[layer]}
-
-    def _settle_calibration(self) -> None:
-        """Learn the means of calibrated layers; finish what a writer that died began."""
-        known: dict[int, Any] = {}
-        owners = [one for one in self._owners.all if one.replicas]
-        answers, _ = self._owners.read(
-            {one.number: ("calibration",) for one in owners}, self._owners.write_deadline_s
-        )
-        for centres in answers.values():
-            known.update(centres)
-        self._signatures.centres = known
-        if self.mode == "r+":
-            for layer, (mean, mean_query) in known.items():
-                lacking = [
-                    one
-                    for one in self._of_layer(layer)
-                    if layer not in answers.get(one.number, known)
-                ]
-                if lacking:
-                    self._owners.flush(lacking, "calibrate", layer, mean, mean_query)
+            self._centring.calibrate(layer, mean, mean_query, self.get)
 
     def flush(self, wait: bool = True) -> None:
         """Make everything that was put and deleted durable on all replicas of all partitions.
@@ -458,6 +442,7 @@ class Cluster(Memory):
         with self._writing_lock:
             made, next_id = repair(self._owners, self._places)
             self._next_id = max(self._next_id, next_id)
+            self._centring.settle(True)
         return made
 
     def replicas(self) -> list[tuple[str, ...]]:
@@ -469,7 +454,12 @@ class Cluster(Memory):
     def refresh(self) -> bool:
         """Move a reader to the newest commits; a writer is always there."""
         self._check_open()
-        return self.mode == "r" and any(self._owners.everywhere("refresh").values())
+        if self.mode != "r":
+            return False
+        with self._writing_lock:
+            moved = any(self._owners.everywhere("refresh").values())
+            self._centring.settle(False)
+        return moved
 
     def close(self) -> None:
         """Flush and close; a second close does nothing. Arrays that were handed out stay valid."""

@@ -17,11 +17,15 @@ import ray
 from hybridmem.errors import PartitionError, PartitionFullError, StoreFullError, StoreLockedError
 from hybridmem.integrations.ray._calls import TICK_S, Calls, Job, Owner, Replica
 from hybridmem.integrations.ray._partition import Op, State
+from hybridmem.integrations.ray._views import NOTHING, Mark
 
-__all__ = ["Owners", "failures"]
+__all__ = ["LEFT_BEHIND", "Owners", "failures"]
 
 #: Seconds in which replicas begin, and in which they end.
 _BEGIN_S, _END_S = 60.0, 10.0
+#: Seconds in which disks are told what may be of use to them later.
+_TELL_S = 10.0
+LEFT_BEHIND = "replicas of it were left behind: others have committed what they have not"
 
 
 class Owners(Calls):
@@ -77,18 +81,20 @@ class Owners(Calls):
             raise failures("opening", failed)
         for owner in self.all:
             up = {one: states[one] for one in owner.replicas if one in states}
-            best = max(up.values(), key=lambda state: state[1:4], default=None)
-            if best is not None:
+            best = max(up.values(), key=lambda state: (state.view, state.mark), default=None)
+            if best is not None and best.view < owner.view:
+                owner.absent = f"{LEFT_BEHIND}, and no other is up"
+                best = None
+            elif best is not None:
                 owner.view, owner.absent = best.view, ""
             elif owner.replicas:
                 owner.absent = str(failed[owner.replicas[0]])
             older = [one for one in owner.replicas if not _equal(up.get(one), best)]
             self.give_up(owner, older)
         if not reading:
-            self.everywhere("catch_up", [], 0)
-        next_id = max(state.next_entry_id for state in states.values())
-        some: State = next(iter(states.values()))
-        return some._replace(next_entry_id=next_id)
+            self.everywhere("catch_up", [], 0, NOTHING)
+        some: State = max(states.values(), key=lambda state: state.mark.next_entry_id)
+        return some
 
     def give_up(self, owner: Owner, replicas: Sequence[Replica]) -> None:
         """Let go of replicas."""
@@ -123,7 +129,7 @@ class Owners(Calls):
         alone = Owner(owner.number, [replica])
         with self.lock:
             ops, last = list(owner.journal), owner.last
-            self.everywhere("catch_up", ops, last, of=[alone])
+            self.everywhere("catch_up", ops, last, owner.mark, of=[alone])
             owner.replicas.append(replica)
             owner.absent = ""
         state: State = self.everywhere("state", of=[alone])[replica]
@@ -226,8 +232,10 @@ class Owners(Calls):
             _, unsent = self.gather(sending, self.write_deadline_s)
         for owner in chosen:
             if owner in done and owner not in unsent:
+                marks = [answers[one][0] for one in owner.replicas]
                 with self.lock:
                     owner.shorten(last[owner.number])
+                    owner.mark = Mark(*map(min, zip(*marks, strict=True)))
             self._note(owner, [one for one in owner.replicas if one in failed])
         short = {
             owner: PartitionError(
@@ -238,24 +246,45 @@ class Owners(Calls):
         }
         if failed or short or unsent:
             raise failures(method, {**failed, **short, **unsent})
-        return answers
+        return {replica: value for replica, (_, value) in answers.items()}
 
     def _note(self, owner: Owner, behind: Sequence[Replica]) -> None:
         """Write down on the disks of replicas which of them have the last commit."""
         new = [one for one in behind if not one.left_behind]
         caught_up = [one for one in owner.replicas if one.left_behind and one not in behind]
         current = [one for one in owner.replicas if one not in behind]
-        if not current or not (new or caught_up):
+        lacking = len(owner.replicas) < self.replicas and not owner.lack_noted
+        if not current or not (new or caught_up or lacking):
             return
-        owner.view += bool(new)
-        told = current if new else caught_up
+        rises = bool(new) or lacking
+        owner.view += rises
+        failed = self.set_view(owner, current if rises else caught_up)
+        if rises:
+            owner.lack_noted = len(failed) < len(current)
+        for one in owner.replicas:
+            one.left_behind = one in behind or (one.left_behind and one in failed)
+
+    def set_view(self, owner: Owner, told: Sequence[Replica]) -> dict[Any, Exception]:
+        """Write the view of a partition on the disks of replicas, then on all disks that it is.
+
+        Those that come back without any of these replicas are told by what other disks know.
+        """
         jobs = [
             Job(one, owner, [one], lambda at, _: at.call("commit", "set_view", owner.view))
             for one in told
         ]
         _, failed = self.gather(jobs, self.write_deadline_s)
-        for one in owner.replicas:
-            one.left_behind = one in behind or (one.left_behind and one in failed)
+        if len(failed) < len(told):
+            disks = {
+                one.disk.identity: one
+                for other in self.all
+                for one in other.replicas
+                if one not in failed and not one.left_behind
+            }
+            knows = ("commit", "know_view", owner.number, owner.view)
+            jobs = [Job(one, owner, [one], lambda at, _: at.call(*knows)) for one in disks.values()]
+            self.gather(jobs, min(self.write_deadline_s, _TELL_S))
+        return failed
 
 
 def failures(what: str, failed: Mapping[Any, Exception]) -> PartitionError:
@@ -277,4 +306,4 @@ def _sending(url: str) -> Callable[[Replica, float], Any]:
 
 
 def _writing(owner: Owner, method: str, args: tuple[Any, ...]) -> Callable[[Replica, float], Any]:
-    return lambda replica, left: replica.call("commit", method, owner.last, left, *args)
+    return lambda replica, left: replica.call("commit", "commit", owner.last, left, method, args)

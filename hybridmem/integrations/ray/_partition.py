@@ -9,7 +9,6 @@ what its last commit does not hold.
 from __future__ import annotations
 
 import contextlib
-import json
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,8 +27,10 @@ from hybridmem._format import PARTS, SOURCE
 from hybridmem._merging import Candidates
 from hybridmem._ranking import Scores
 from hybridmem.config import Config
-from hybridmem.errors import HybridMemError, StoreNotFoundError
+from hybridmem.errors import CorruptStoreError, HybridMemError, StoreNotFoundError
 from hybridmem.integrations.ray import _remote
+from hybridmem.integrations.ray import _views as views
+from hybridmem.integrations.ray._views import Mark
 from hybridmem.memory import Question
 from hybridmem.results import Entry, Stats
 from hybridmem.store import Store
@@ -52,6 +53,7 @@ Ids = npt.NDArray[np.uint64]
 #: How an answer travels: what it is, and what was answered.
 Reply = tuple[str, Any]
 _PIECE_BYTES = 8 << 20
+_NOT_ARRIVED = "something that was put did not arrive"
 _FIELDS = ("entry_id", "layer_idx", "n_tokens", "importance", "timestamp", "access_count")
 
 
@@ -97,15 +99,14 @@ class State(NamedTuple):
     config : Config
     view : int
         Grows where a replica was left behind, on those that were not.
-    next_entry_id, generation : int
+    mark : Mark
     digest : int
         Of the ids and calibrated layers: equal where two replicas hold the same.
     """
 
     config: Config
     view: int
-    next_entry_id: int
-    generation: int
+    mark: Mark
     digest: int
 
 
@@ -138,6 +139,7 @@ class Partition:
         self._mode = mode
         self._applied: int | None = None if mode == "r+" else 0
         self._trouble = "it was started again"
+        self._refused = 0
         self._changed = threading.Condition()
         self._lent: contextlib.ExitStack = contextlib.ExitStack()
         self._store: Store | None = None
@@ -166,19 +168,40 @@ class Partition:
         """Do what the writer did, in the order of its numbers."""
         with self._changed:
             if self._applied is None or number != self._applied + 1:
+                self._refused = max(self._refused, number)
                 self._behind()
             self._do(number, op)
             self._changed.notify_all()
 
-    def catch_up(self, ops: Iterable[tuple[int, Op]], last: int) -> None:
-        """Do what is not done yet of a journal whose last number is `last`."""
+    def catch_up(self, ops: Iterable[tuple[int, Op]], last: int, mark: Mark) -> None:
+        """Do what is not done yet of a journal whose last number is `last`.
+
+        Raises
+        ------
+        CorruptStoreError
+            If the store does not hold what the journal goes on from, which was acknowledged.
+        """
         with self._changed:
+            if not self.mark().holds(mark):
+                raise CorruptStoreError(
+                    f"{self._path} holds less than was acknowledged: {self.mark()} after {mark}. "
+                    "An older copy is in its place; put the newer one back, or let repair() take "
+                    "another replica or a copy; a cluster opened anew goes on with what is there",
+                    path=str(self._path),
+                )
             for number, op in ops:
                 if self._applied is None or number > self._applied:
                     self._do(number, op)
-            self._applied = last
-            self._trouble = ""
+            self._applied = max(last, self._applied or 0)  # what is late takes nothing back
+            self._trouble = "" if self._applied >= self._refused else _NOT_ARRIVED
             self._changed.notify_all()
+
+    def mark(self) -> Mark:
+        """Return how far the store has come, what is not flushed included."""
+        store = self.store
+        with store._lock:
+            next_entry_id = (store._writer or store._manifest).next_entry_id
+            return Mark(next_entry_id, next_entry_id - len(store), len(store.calibration))
 
     def _do(self, number: int, op: Op) -> None:
         store = self.store
@@ -196,7 +219,7 @@ class Partition:
         self._trouble = ""
 
     def _behind(self) -> None:
-        self._trouble = self._trouble or "something that was put did not arrive"
+        self._trouble = self._trouble or _NOT_ARRIVED
         self._changed.notify_all()
         raise Behind(self._trouble)
 
@@ -217,10 +240,13 @@ class Partition:
             if not done():
                 self._behind()
 
-    def flush(self, number: int, seconds: float) -> None:
-        """Make everything up to this number of the journal durable."""
+    def commit(
+        self, number: int, seconds: float, method: str, args: tuple[Any, ...]
+    ) -> tuple[Mark, Any]:
+        """Make everything up to this number durable, by a method; say what is so at least."""
         self.wait_for(number, seconds)
-        self.store.flush()
+        mark = self.mark()
+        return mark, getattr(self, f"commit_{method}")(*args)
 
     # -- answers ----------------------------------------------------------------------------------
 
@@ -330,18 +356,18 @@ class Partition:
 
     # -- what a writer does to all replicas -------------------------------------------------------
 
-    def calibrate(
-        self, number: int, seconds: float, layer: int, key: Floats, query: Floats | None
-    ) -> None:
+    def commit_flush(self) -> None:
+        """Commit what was put and deleted."""
+        self.store.flush()
+
+    def commit_calibrate(self, layer: int, key: Floats, query: Floats | None) -> None:
         """Calibrate a layer; nothing where these are its means already."""
-        self.wait_for(number, seconds)
         known = self.store.calibration.get(layer)
         if known is None or not _same(known, (key, query)):
             self.store.calibrate(layer, keys=key, queries=query)
 
-    def compact(self, number: int, seconds: float) -> int:
+    def commit_compact(self) -> int:
         """Compact the store."""
-        self.wait_for(number, seconds)
         return self.store.compact()
 
     def refresh(self) -> bool:
@@ -350,36 +376,29 @@ class Partition:
 
     # -- replicas ---------------------------------------------------------------------------------
 
-    @property
-    def _view_name(self) -> str:
-        return f"{self._path.name}.json"
-
     def state(self) -> State:
         """Return what tells this replica from others."""
         store = self.store
-        view = 0
         with contextlib.closing(Directory(self._path.parent)) as parent:
-            if self._view_name in parent.names():
-                view = json.loads(parent.read_file(self._view_name, 1 << 10))["view"]
+            view = views.read(parent, views.own_name(self._path.name))
         with store._lock:
             digest = crc32c(self.read_ids().tobytes())
             digest = crc32c(repr(sorted(store.calibration)).encode(), digest)
-            manifest = store._manifest
-            next_id, generation = manifest.next_entry_id, manifest.generation
-            return State(store.config, view, next_id, generation, digest)
+            return State(store.config, view, self.mark(), digest)
 
     def set_view(self, view: int) -> None:
         """Write down that replicas of an older view were left behind."""
-        with contextlib.closing(Directory(self._path.parent)) as parent:
-            data = json.dumps({"view": view}).encode()
-            parent.rename(parent.write_temporary([(0, [data])], self._view_name), self._view_name)
-            parent.sync()
+        views.write(self._path.parent, views.own_name(self._path.name), view)
+
+    def know_view(self, number: int, view: int) -> None:
+        """Write down on this disk how far some replica of a partition has come."""
+        views.write(self._path.parent, views.known_name(number), view)
 
     def upload(self, url: str) -> None:
         """Copy the last commit to a URL."""
         snapshot = self._snapshot("sent")
         try:
-            _remote.upload(snapshot, self.store._manifest.generation, f"{url}/{self._path.name}")
+            _remote.upload(snapshot, f"{url}/{self._path.name}")
         finally:
             _remove(snapshot)
 

@@ -1,23 +1,27 @@
 """A copy of a partition where files are kept that outlive nodes: any URL that fsspec knows.
 
-    <url>/partition-0003/shards/shard_0000.safetensors
-    <url>/partition-0003/commits/<generation>/entries.bin
-    <url>/partition-0003/commits/<generation>/index.json       the last file of a commit
+    <url>/partition-0003/shards/shard_0000-<checksum>.safetensors
+    <url>/partition-0003/commits/<how far it has come>-<hex>/entries.bin
+    <url>/partition-0003/commits/<how far it has come>-<hex>/index.json    the last file of a commit
 
-Shards never change, so each is copied once. Files of older commits go when a newer one is whole.
+Replicas have files of one name that differ, so names tell what is in them, and nothing is replaced.
+Files that only older commits need go when a newer one is whole.
 """
 
 from __future__ import annotations
 
 import contextlib
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from hybridmem._entries import ENTRIES_NAME
 from hybridmem._fileio import Buffer, Directory
-from hybridmem._format import shard_number
-from hybridmem._manifest import INDEX_NAME
+from hybridmem._format import shard_name
+from hybridmem._manifest import INDEX_NAME, Manifest, ShardInfo, read_manifest
 from hybridmem.errors import StoreIOError, StoreNotFoundError
+from hybridmem.integrations.ray._views import mark_of
 
 __all__ = ["check_url", "download", "upload"]
 
@@ -26,6 +30,8 @@ _PIECE_BYTES = 8 << 20
 
 def check_url(url: str) -> None:
     """Raise what is wrong with a URL, or that fsspec is missing."""
+    if not isinstance(url, str):
+        raise TypeError(f"remote: got {type(url).__name__}, want a URL")
     try:
         import fsspec
     except ImportError:
@@ -44,27 +50,40 @@ def _named(what: str, url: str) -> Iterator[None]:
         raise StoreIOError(f"{what} {url}: {type(error).__name__}: {error}") from error
 
 
-def upload(snapshot: Path, generation: int, url: str) -> None:
-    """Copy a snapshot; it is there whole or not at all."""
+def upload(snapshot: Path, url: str) -> None:
+    """Copy a snapshot, if there is none of the same entries; it is there whole or not at all."""
     import fsspec
 
     with _named("copying to", url), contextlib.closing(Directory(snapshot)) as directory:
+        manifest = read_manifest(directory)
+        far = "-".join(f"{part:020d}" for part in mark_of(manifest))
         fs, base = fsspec.core.url_to_fs(url)
-        shards, commit = f"{base}/shards", f"{base}/commits/{generation:020d}"
-        fs.makedirs(shards, exist_ok=True)
-        fs.makedirs(commit, exist_ok=True)
-        names = sorted(directory.names(), key=lambda name: name == INDEX_NAME)
-        there = _sizes(fs, shards)
-        for name in names:
-            is_shard = shard_number(name) is not None
-            if is_shard and there.get(name) == directory.size(name):
-                continue
-            fs.put_file(str(snapshot / name), f"{shards if is_shard else commit}/{name}")
-        for old in fs.ls(f"{base}/commits", detail=False):
-            if old.rstrip("/").rsplit("/", 1)[1] < f"{generation:020d}":
+        fs.invalidate_cache()
+        newest = max(map(_name, _whole_commits(fs, base)), default="")
+        if newest.startswith(far):
+            return
+        if newest > far:
+            raise StoreIOError(
+                "the copy there has come further than the partition, in whose place an older one "
+                "must be: let repair() take the copy, or remove it"
+            )
+        commit = f"{far}-{secrets.token_hex(4)}"
+        fs.makedirs(f"{base}/shards", exist_ok=True)
+        fs.makedirs(f"{base}/commits/{commit}", exist_ok=True)
+        there = {_name(one["name"]): one["size"] for one in fs.ls(f"{base}/shards", detail=True)}
+        for shard in manifest.shards:
+            if there.pop(_shard_name(shard), None) != shard.size:
+                here = str(snapshot / shard_name(shard.number))
+                fs.put_file(here, f"{base}/shards/{_shard_name(shard)}")
+        for name in (ENTRIES_NAME, INDEX_NAME):
+            fs.put_file(str(snapshot / name), f"{base}/commits/{commit}/{name}")
+        commits = fs.ls(f"{base}/commits", detail=False)
+        for old in commits:
+            if _name(old) < commit:
                 fs.rm(old, recursive=True)
-        for name in there.keys() - set(names):
-            fs.rm_file(f"{shards}/{name}")
+        if max(map(_name, commits)) == commit:
+            for name in there:
+                fs.rm_file(f"{base}/shards/{name}")
 
 
 def download(url: str) -> Iterator[tuple[str, Iterator[Buffer]]]:
@@ -73,21 +92,33 @@ def download(url: str) -> Iterator[tuple[str, Iterator[Buffer]]]:
 
     with _named("fetching", url):
         fs, base = fsspec.core.url_to_fs(url)
-        commits = fs.ls(f"{base}/commits", detail=False) if fs.exists(f"{base}/commits") else []
-        whole = sorted(one for one in commits if fs.exists(f"{one}/{INDEX_NAME}"))
+        fs.invalidate_cache()
+        whole = _whole_commits(fs, base)
         if not whole:
             raise StoreNotFoundError(f"no copy in {url}")
-        files = [*_paths(fs, f"{base}/shards"), *_paths(fs, whole[-1])]
-        for path in files:
-            yield path.rsplit("/", 1)[1], _pieces(fs, path)
+        commit = max(whole, key=_name)
+        manifest = Manifest.decode(fs.cat_file(f"{commit}/{INDEX_NAME}"))
+        for shard in manifest.shards:
+            path = f"{base}/shards/{_shard_name(shard)}"
+            yield shard_name(shard.number), _pieces(fs, path)
+        for name in (ENTRIES_NAME, INDEX_NAME):
+            yield name, _pieces(fs, f"{commit}/{name}")
 
 
-def _paths(fs: Any, path: str) -> list[str]:
-    return [one for one in fs.ls(path, detail=False) if not one.endswith("/")]
+def _whole_commits(fs: Any, base: str) -> list[str]:
+    if not fs.exists(f"{base}/commits"):
+        return []
+    commits: list[str] = fs.ls(f"{base}/commits", detail=False)
+    return [one for one in commits if fs.exists(f"{one}/{INDEX_NAME}")]
 
 
-def _sizes(fs: Any, path: str) -> dict[str, int]:
-    return {one["name"].rsplit("/", 1)[1]: one["size"] for one in fs.ls(path, detail=True)}
+def _name(path: str) -> str:
+    return path.rstrip("/").rsplit("/", 1)[-1]
+
+
+def _shard_name(shard: ShardInfo) -> str:
+    stem, suffix = shard_name(shard.number).split(".")
+    return f"{stem}-{shard.header_crc:08x}.{suffix}"
 
 
 def _pieces(fs: Any, path: str) -> Iterator[Buffer]:

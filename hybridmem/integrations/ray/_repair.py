@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import ray
 
 from hybridmem.errors import HybridMemError, PartitionError
 from hybridmem.integrations.ray._actors import Disk, Places
 from hybridmem.integrations.ray._calls import Job, Owner, Replica
-from hybridmem.integrations.ray._owners import Owners, failures
+from hybridmem.integrations.ray._owners import LEFT_BEHIND, Owners, failures
 from hybridmem.integrations.ray._partition import State
 
 __all__ = ["repair"]
@@ -52,28 +53,32 @@ def _repaired(owners: Owners, places: Places) -> tuple[list[str], int]:
             except HybridMemError as error:
                 failed[owner] = error
                 break
-            next_id = max(next_id, state.next_entry_id)
+            next_id = max(next_id, state.mark.next_entry_id)
             made.append(str(replica))
             changed = True
         if changed:
             # Whatever disks come back with what is older are told by it.
             owner.view += 1
-            owners.everywhere("set_view", owner.view, of=[owner])
+            owner.lack_noted = len(owner.replicas) < owners.replicas
+            untold = owners.set_view(owner, owner.replicas)
+            if untold:
+                raise failures("set_view", untold)
     if failed:
         raise failures("repair", failed)
     return made, next_id
 
 
 def _leave(owners: Owners) -> None:
-    """Give up replicas on nodes that are gone, and those whose store is gone or damaged."""
+    """Give up replicas on nodes that are gone, and those whose store is gone, damaged or older."""
     up = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-    _, failed = owners.gather(owners.jobs("state"), _LOOK_S)
+    states, failed = owners.gather(owners.jobs("state"), _LOOK_S)
     for owner in owners.all:
         gone = [
             one
             for one in owner.replicas
             if one.disk.node_id not in up
             or not isinstance(failed.get(one, PartitionError("")), PartitionError)
+            or (one in states and not states[one].mark.holds(owner.mark))
         ]
         owners.give_up(owner, gone)
 
@@ -94,22 +99,34 @@ def _another(
     again = [disk for disk in free if owner.number in disk.partitions]
     if not free:
         raise PartitionError(f"no disk is free for it: there are {len(found)}")
+    ways: list[tuple[Disk, str, Any]] = [(disk, "found", None) for disk in again]
     if owner.replicas:
-        replica = _on(places, owner, free[0])
-        begin, source = replica.actor.copy_from, owner.replicas[0].actor
-    elif again:
-        replica = _on(places, owner, again[0])
-        begin = source = None
+        ways = [(free[0], "copy_from", owner.replicas[0].actor)]
     elif places.remote is not None:
-        replica = _on(places, owner, free[0])
-        begin, source = replica.actor.fetch, places.remote
-    else:
-        raise PartitionError("no disk that is up holds it")
+        ways.append((free[0], "fetch", places.remote))
+    errors = []
+    for disk, way, source in ways:
+        try:
+            return _made(
+                owners, Replica(owner.number, disk, places.start(disk, owner.number)), way, source
+            )
+        except HybridMemError as error:
+            errors.append(str(error))
+    raise PartitionError("; ".join(errors) or "no disk that is up holds it")
+
+
+def _made(owners: Owners, replica: Replica, way: str, source: Any) -> tuple[Replica, State]:
+    """Return a replica that is up to date, made or found on its disk."""
+    owner = owners.all[replica.number]
+    alone = Owner(replica.number, [replica])
     try:
-        if begin is not None:
-            start = begin.options(concurrency_group="commit").remote
+        if way == "found":
+            if owners.everywhere("state", of=[alone])[replica].view < owner.view:
+                raise PartitionError(f"{replica}: {LEFT_BEHIND}")
+        else:
+            start = getattr(replica.actor, way).options(concurrency_group="commit").remote
             _, failed = owners.gather(
-                [Job(replica, owner, [replica], lambda *_: start(source))], math.inf
+                [Job(replica, alone, [replica], lambda *_: start(source))], math.inf
             )
             if failed:
                 raise failures("copying", failed)
@@ -117,7 +134,3 @@ def _another(
     except BaseException:
         ray.kill(replica.actor, no_restart=True)
         raise
-
-
-def _on(places: Places, owner: Owner, disk: Disk) -> Replica:
-    return Replica(owner.number, disk, places.start(disk, owner.number))

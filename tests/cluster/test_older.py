@@ -1,0 +1,164 @@
+"""What comes back older than it was is never taken for the newest: it is named, or passed over."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hybridmem
+
+from .helpers import CONFIG, answers, at, fill_disk, inside, matrix, pid, put, stopped
+from .nodes import HOW, Nodes
+
+ray: Any = pytest.importorskip("ray", reason=HOW)
+
+
+def roots(memory: Any) -> list[Path]:
+    """The directories of the cluster on the disks, in the order in which partitions are given."""
+    return [Path(memory._owners.all[number].replicas[0].disk.root) for number in range(3)]
+
+
+def test_an_older_copy_of_a_disk_is_named(create: Any) -> None:
+    memory = create(route="hash")
+    put(memory, range(12))
+    memory.flush()
+    actor = at(memory, 0)
+    path = Path(inside(actor, lambda self: str(self._path)))
+    shutil.copytree(path, path.with_name("older"))
+    put(memory, range(12, 18))
+    memory.delete(2)
+    memory.flush()
+    wanted = answers(memory)
+
+    def swapped(out: str, back: str) -> None:
+        process = pid(actor)
+        os.kill(process, signal.SIGSTOP)
+        path.rename(path.with_name(out))
+        path.with_name(back).rename(path)
+        os.kill(process, signal.SIGKILL)
+
+    swapped("newer", "older")
+    for ask in (lambda: answers(memory), memory.flush):
+        with pytest.raises(hybridmem.PartitionError, match=r"partition-0000.*holds less than was"):
+            ask()
+    memory.on_missing = "report"
+    assert memory.query(matrix(1000, 1), 0, 50).missing == ("partition-0000",)
+    memory.on_missing = "raise"
+    with pytest.raises(hybridmem.PartitionError, match=r"repair failed.*holds less than was"):
+        memory.repair()
+    path.rename(path.with_name("older"))
+    path.with_name("newer").rename(path)
+    assert len(memory.repair()) == 1
+    assert answers(memory) == wanted
+    memory.flush()
+
+
+def test_replicas_that_were_left_behind_do_not_answer_alone(
+    create: Any, root: str, nodes: Nodes
+) -> None:
+    from hybridmem.integrations import ray as hm
+
+    memory = create(partitions=3, replicas=2, route="hash")
+    put(memory, range(12))
+    memory.flush()
+    put(memory, range(12, 24))
+    fill_disk(at(memory, 1, 1))
+    with pytest.raises(hybridmem.PartitionFullError):
+        memory.flush()
+    wanted = answers(memory)
+    newest = roots(memory)[1]
+    memory._owners.end()  # as if this process died
+    away = newest.with_name("away")
+    newest.rename(away)  # and the node with what is newest were not up yet
+    with hm.open(root, deadline_s=20) as again:
+        for ask in (lambda: answers(again), lambda: put(again, range(24, 27)), again.repair):
+            with pytest.raises(hybridmem.PartitionError, match=r"partition-0001.*left behind"):
+                ask()
+        shutil.rmtree(newest, ignore_errors=True)  # what repair has begun there
+        away.rename(newest)
+        again.repair()
+        assert answers(again) == wanted
+        again.flush()
+
+
+def test_one_of_two_replicas_that_goes_on_alone_is_known_by_it(
+    create: Any, root: str, nodes: Nodes
+) -> None:
+    """Each was alone for a while: what one of them wrote would be lost."""
+    from hybridmem.integrations import ray as hm
+
+    memory = create(partitions=3, replicas=2, route="hash")
+    put(memory, range(12))
+    memory.flush()
+    first = roots(memory)[1]
+    memory.close()
+    away = first.with_name("away")
+    first.rename(away)
+    with hm.open(root, deadline_s=20) as alone:
+        put(alone, range(12, 15))
+        with pytest.raises(hybridmem.PartitionError, match="1 of 2 replicas"):
+            alone.flush()
+        wanted = answers(alone)
+        alone._owners.end()
+        alone._closed = True
+    other = next(
+        path for path in nodes.disks.glob(f"*/{first.name}") if (path / "partition-0001").exists()
+    )
+    away.rename(first)
+    other.rename(other.with_name("away"))
+    with hm.open(root, deadline_s=20) as again:
+        with pytest.raises(hybridmem.PartitionError, match=r"partition-0001.*left behind"):
+            answers(again)
+        other.with_name("away").rename(other)
+        again.repair()
+        assert answers(again) == wanted
+
+
+def test_a_layer_that_some_partitions_centre_is_refused(
+    create: Any, root: str, tmp_path: Path
+) -> None:
+    from hybridmem.integrations import ray as hm
+
+    memory = create(route="hash", write_deadline_s=3)
+    put(memory, range(12))
+    memory.flush()
+    flush = memory._owners.flush
+    process = pid(at(memory, 1))
+    with stopped(at(memory, 1)):
+        # What goes before finds nothing to do; the partition hangs when it is told the means.
+        memory._owners.flush = lambda owners=None, *call: flush(owners, *call) if call else None
+        with pytest.raises(hybridmem.PartitionError, match="calibrate failed"):
+            memory.calibrate(0, keys=matrix(7) + 3)
+        memory._owners.flush = flush
+        os.kill(process, signal.SIGKILL)
+    for ask in (
+        lambda: memory.query(matrix(1000, 1), 0),
+        lambda: memory.query_layers({1: matrix(1), 0: matrix(1)}),
+        lambda: memory.put(matrix(1), matrix(1), 0),
+    ):
+        with pytest.raises(hybridmem.PartitionError, match="some partitions may centre layer 0"):
+            ask()
+    with hm.open(root, "r", deadline_s=20) as reader:
+        with pytest.raises(hybridmem.PartitionError, match="some partitions may centre layer 0"):
+            reader.query(matrix(1000, 1), 0)
+        assert len(reader.query(matrix(1000, 1), 1)) > 0
+        memory.calibrate(0)  # with the means of before
+        assert reader.refresh()
+        assert (
+            reader.query(matrix(1000, 1), 0)[0].score == memory.query(matrix(1000, 1), 0)[0].score
+        )
+        assert reader.calibration.keys() == memory.calibration.keys() == {0}
+    with pytest.raises(ValueError, match="calibrated already"):
+        memory.calibrate(0)
+    put(memory, range(12, 18))
+    scores = [hit.score for hit in memory.query(matrix(1000, 1), 0, 50)]
+    memory.close()
+    with hybridmem.create(tmp_path / "one", **CONFIG) as one:
+        one.calibrate(0, keys=matrix(7) + 3)
+        put(one, range(18))
+        assert scores == [hit.score for hit in one.query(matrix(1000, 1), 0, 50)]
