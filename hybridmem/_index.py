@@ -21,7 +21,7 @@ from hybridmem import _kernels, _slabs
 from hybridmem._parallel import LEAST_BYTES, Best, Span, divided, scanned
 from hybridmem.hdc import SignatureSpec
 
-__all__ = ["IndexView", "LayerIndex"]
+__all__ = ["IndexView", "LayerIndex", "telling_first"]
 
 _U8 = NDArray[np.uint8]
 _U32 = NDArray[np.uint32]
@@ -41,8 +41,8 @@ LANES = 64  # sub-signatures whose bytes lie side by side, as the kernels want t
 # and the best are counted out, which costs O(n) whatever k is.
 RUNNING_K = 64
 
-# Late interaction in a large layer, where asked for: after the last 2 query tokens one of 6 entries
-# goes on, after the last 4 one of 16, by limits taken from a sample (docs/retrieval.md: recall).
+# Late interaction in a large layer, where asked for: after the 2 query tokens that tell most one of
+# 6 entries goes on, after 4 one of 16, by limits taken from a sample (docs/retrieval.md: recall).
 GATES = ((2, 6), (4, 16))
 LARGE = 1 << 14
 _SAMPLE = 512
@@ -312,7 +312,7 @@ class IndexView:
         entry_ids : ndarray of uint64, optional
             Search only these; ids that are not here are passed over.
         approximate : bool
-            Where there are many, give up entries that are far from the last query tokens.
+            Where there are many, give up entries that are far from the query tokens that tell most.
         threads : int
             Most threads of a scan for at most RUNNING_K entries.
 
@@ -397,14 +397,17 @@ class IndexView:
 
     def _search_gated(self, query: _U8, k: int, places: _I64 | None) -> tuple[_U64, _U32]:
         """As _search_counted, or as _search_at, of the entries that pass the gates."""
-        query = np.ascontiguousarray(query[::-1])  # the last token is the most recent
         gates = [gate for gate in GATES if gate[0] < len(query)]
         n = self._places if places is None else len(places)
         sample = np.arange(0, n, n // _SAMPLE, dtype=np.int64)
+        sample = sample if places is None else places[sample]
+        near = self._by_token(query, sample)
+        order = telling_first(near, gates[-1][0])
+        query, near = np.ascontiguousarray(query[order]), near[order].cumsum(0)
         limits = []
         for end, share in gates:
-            near = self._distances(query[:end], sample if places is None else places[sample])
-            limits.append(np.partition(near, len(near) // share)[len(near) // share])
+            rank = len(sample) // share
+            limits.append(np.partition(near[end - 1], rank)[rank])
         ends = np.array([end for end, _ in gates], np.uint32)
         distances = self._distances(query, places, ends, np.array(limits, np.uint32))
         passed = np.flatnonzero(distances != _FAR)
@@ -412,14 +415,13 @@ class IndexView:
             alive = np.concatenate([block.alive[:filled] for block, filled in self._parts])
             passed = passed[alive[passed] != 0]
         if len(passed) < k:
-            query = np.ascontiguousarray(query[::-1])
             if places is None:
                 return self._search_counted(query, k)
             return self._search_at(query, k, places)
-        near = distances[passed]
-        best = self._smallest(near, np.ones(len(near), np.uint8), k, len(query))
+        found = distances[passed]
+        best = self._smallest(found, np.ones(len(found), np.uint8), k, len(query))
         chosen = passed[best]
-        return self._ids(chosen if places is None else places[chosen]), near[best]
+        return self._ids(chosen if places is None else places[chosen]), found[best]
 
     def _search_counted(self, query: _U8, k: int) -> tuple[_U64, _U32]:
         """All distances, then the k smallest."""
@@ -467,6 +469,21 @@ class IndexView:
                 _kernels.late_at(*late, rows, query, out)
         return distances
 
+    def _by_token(self, query: _U8, places: _I64) -> _U32:
+        """Distances of each query token, a row each, at these ascending places."""
+        parts = []
+        for (block, _), start, (low, high) in zip(
+            self._parts,
+            self._starts,
+            pairwise(np.searchsorted(places, self._starts).tolist()),
+            strict=False,
+        ):
+            out = np.empty((len(query), high - low), np.uint32)
+            rows = places[low:high] - start
+            _kernels.late_each(block.data, block.used, self._layout.lanes, rows, query, out)
+            parts.append(out)
+        return np.concatenate(parts, axis=1)
+
     def _smallest(self, distances: _U32, alive: _U8, k: int, tokens: int) -> _I64:
         limit = self._layout.spec.denominator(tokens)
         if limit > 65536 + 4 * len(distances):  # counting would cost more than sorting
@@ -491,6 +508,28 @@ class IndexView:
         number = bisect_right(self._starts, place) - 1
         found: np.uint64 = self._parts[number][0].ids[place - self._starts[number]]
         return found
+
+
+def telling_first(near: NDArray[Any], count: int) -> list[int]:
+    """Order the rows of `near` so that the sum of the first `count` tells most of that of all.
+
+    One by one goes next which, with those before it, correlates best with the sum of all.
+    """
+    spread = near - near.mean(axis=1, keepdims=True)
+    alike = spread @ spread.T  # covariances
+    with_all = alike.sum(axis=0)
+    told, own, with_these = 0.0, 0.0, np.zeros(len(near))
+    order: list[int] = []
+    left = list(range(len(near)))
+    for _ in range(count):
+        varies = own + 2 * with_these[left] + alike.diagonal()[left]
+        # Distances are integers: a sum that varies less than so does not vary.
+        fits = (told + with_all[left]) / np.sqrt(np.maximum(varies, 1e-3))
+        at = int(np.argmax(fits))
+        told, own = told + with_all[left[at]], varies[at]
+        with_these = with_these + alike[left[at]]
+        order.append(left.pop(at))
+    return order + left
 
 
 def _nothing() -> tuple[_U64, _U32]:

@@ -69,6 +69,9 @@ cdef extern from "_simd/search.h" nogil:
     void hm_late_at(
         const hm_kernels *k, const hm_late_block *block, const int64_t *at, size_t n,
         const uint8_t *prepared, size_t t, uint32_t *out) noexcept
+    void hm_late_each(
+        const hm_kernels *k, const hm_late_block *block, const int64_t *at, size_t n,
+        const uint8_t *prepared, size_t t, uint32_t *out) noexcept
     void hm_late_gated(
         const hm_kernels *k, const hm_late_block *block, const int64_t *at, size_t n,
         const uint8_t *prepared, size_t t, const uint32_t *ends, const uint32_t *limits,
@@ -383,6 +386,23 @@ def late_at(const uint8_t[:, :, ::1] groups not None, const uint32_t[::1] used n
         prepared = _prepare(kernels, query)
         hm_late_at(kernels, &block, &entries[0], entries.shape[0], prepared, query.shape[0],
                    &out[0])
+        hm_free(prepared)
+
+
+def late_each(const uint8_t[:, :, ::1] groups not None, const uint32_t[::1] used not None,
+              Py_ssize_t lanes, const int64_t[::1] entries not None,
+              const uint8_t[:, ::1] query not None, uint32_t[:, ::1] out not None):
+    """Distance of each token (a row of query, of out) to chosen entries: to their nearest."""
+    cdef const hm_kernels *kernels = _late_kernels(groups.shape[1])
+    cdef hm_late_block block
+    cdef uint8_t *prepared
+    if entries.shape[0] == 0:
+        return
+    with nogil:
+        block = _late_block(groups, used, lanes)
+        prepared = _prepare(kernels, query)
+        hm_late_each(kernels, &block, &entries[0], entries.shape[0], prepared, query.shape[0],
+                     &out[0, 0])
         hm_free(prepared)
 
 

@@ -42,7 +42,7 @@ class Ranking:
     newest : int
         Entries put last that are always in the result.
     approximate : bool
-        Whether entries of a large layer may be given up by the last query tokens.
+        Whether entries of a large layer may be given up by a few of the query tokens.
     threads : int
         Most threads that scan the signatures.
     """

@@ -117,9 +117,9 @@ class Memory(abc.ABC):
         newest : int, default 0
             Entries put last that are in the result whatever their similarity.
         approximate : bool, default False
-            Where a layer has 16,384 entries or more with sub-signatures, look for the last two
-            query tokens in all of them, for two more in the nearest sixth, and for the rest in
-            the nearest sixteenth only.
+            Where a layer has 16,384 entries or more with sub-signatures, look for two query tokens
+            in all of them, for two more in the nearest sixth, and for the rest in the nearest
+            sixteenth only. A sample of the entries says which tokens tell most.
         threads : int, default 1
             Most threads that scan the signatures of a large layer for at most 64 entries: one for
             each 8 MiB. The result is the same.

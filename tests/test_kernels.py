@@ -269,6 +269,10 @@ def test_late(simd: str, lanes: int, nbytes: int) -> None:
             got = np.empty(len(at), np.uint32)
             _kernels.late_at(groups, used, lanes, at, query, got)
             np.testing.assert_array_equal(got, want[q][at])
+            each = np.empty((len(query), len(at)), np.uint32)
+            _kernels.late_each(groups, used, lanes, at, query, each)
+            by_token = [[twins.late(subs[i], token[None]) for i in at] for token in query]
+            np.testing.assert_array_equal(each, by_token)
     for query, ends in ((queries[3], [2, 4]), (queries[1], [1]), (queries[4], [8, 11])):
         so_far = np.array([[twins.late(s, query[:end]) for s in subs] for end in ends])
         limits = np.median(so_far, axis=1).astype(np.uint32)

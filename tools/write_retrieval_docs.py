@@ -73,13 +73,13 @@ def fusion() -> str:
     return table(
         (
             "what a layer goes by", "answer loss above full attention",
-            "above each layer by itself", "exact answers", "facts retrieved",
+            "above what was taken", "exact answers", "facts retrieved",
         ),
         (
             (
                 row["variant"],
                 between(row, "above_full", "above_full_low", "above_full_high", "+.2f"),
-                between(row, "above_alone", "above_alone_low", "above_alone_high", "+.2f"),
+                between(row, "above_taken", "above_taken_low", "above_taken_high", "+.2f"),
                 f"{row['exact']} of {row['questions']}",
                 f"{float(row['found']):.2f}",
             )
@@ -140,13 +140,14 @@ def stages() -> str:
     """What the search of large layers finds; the shares that it uses are 6 and 16."""
     return table(
         (
-            "bank", "entries", "after 2 tokens", "after 4 tokens", "compared with all 8",
-            "of the ten best", "facts: all compared", "facts: so",
+            "bank", "entries", "first tokens", "after 2 tokens", "after 4 tokens",
+            "compared with all 8", "of the ten best", "facts: all compared", "facts: so",
         ),
         (
             (
                 row["bank"],
                 f"{int(row['entries']):,}",
+                {"last": "the last ones", "telling": "chosen"}[row["first"]],
                 row["after_two"],
                 row["after_four"],
                 f"{100 * float(row['ranked']):.0f} %",

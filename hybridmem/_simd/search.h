@@ -183,6 +183,17 @@ static void hm_late_at(const hm_kernels *kernels, const hm_late_block *block, co
     }
 }
 
+/* As hm_late_at, token by token: out[token * n + i], the smallest distance of the token. */
+static void hm_late_each(const hm_kernels *kernels, const hm_late_block *block, const int64_t *at,
+                         size_t n, const uint8_t *prepared, size_t t, uint32_t *out) {
+    const size_t token_bytes = block->bytes * kernels->late_expand;
+    size_t i, token;
+    for (i = 0; i < n; i++)
+        for (token = 0; token < t; token++)
+            hm_late_sum(kernels, block, (size_t)at[i], 1, prepared + token * token_bytes, 1, 0,
+                        out + token * n + i);
+}
+
 #define HM_LATE_FAR UINT32_MAX
 
 /* Distances of all n entries, or of those `at`, that come near with the first query tokens already:

@@ -358,7 +358,7 @@ def test_order_by_norm(store: Any, rng: np.random.Generator) -> None:
         assert [h.entry_id for h in store.query(query, 0, top_k, order="norm")] == wanted[:top_k]
 
 
-def test_approximate_gives_up_what_is_far_from_the_last_tokens(
+def test_approximate_gives_up_what_is_far_from_a_few_tokens(
     new_store: Callable[..., Any], rng: np.random.Generator
 ) -> None:
     """In a large layer; what is found has its whole score, and what stands out is found."""
