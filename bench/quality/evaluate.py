@@ -85,9 +85,11 @@ class Evaluation:
                 of_bank.append(Layer(keys, [r.index(keys) for r in options.rankings]))
             self.layers.append(of_bank)
 
-    def query(self, layer: int, queries: NDArray[np.float32], count: int) -> Query:
+    def query(
+        self, layer: int, queries: NDArray[np.float32], count: int, tokens: int | None = None
+    ) -> Query:
         """The last query tokens of the first ``count`` rows, which follow the document."""
-        rows = queries[max(0, count - self.options.query_tokens) : count]
+        rows = queries[max(0, count - (tokens or self.options.query_tokens)) : count]
         positions = TOKENS + np.arange(count - len(rows), count)
         return Query(
             grouped(rows),

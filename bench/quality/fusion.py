@@ -22,12 +22,13 @@ from . import smollm2
 from .documents import TOKENS
 from .evaluate import Evaluation, Options, held, prompt_ids
 from .facts import CHOOSE, Fact
-from .rankings import Late, Layers, Ranking, Scores, decisive
+from .rankings import ExactLate, Late, Layers, Ranking, Scores, decisive
 from .report import interval, write_csv
 from .stages import OUT, RESULTS, centres
 
 CHUNK, SINK = 64, 4
 TOKEN = Late("each layer by itself", 256)
+TAKEN = "reciprocal ranks, layers so far"  # what the client does
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,17 @@ class Variant:
     passes: int = 1
     neighbours: bool = False  # the entries before and after the best ones count among them
     within: int | None = None  # only so many entries, the best of the layer itself
+    query_tokens: int = 8
+
+
+def cosine(distance: Scores) -> Scores:
+    """Of the vectors whose signatures are so far apart."""
+    return np.asarray(np.cos(np.pi * distance))
+
+
+def square(distance: Scores) -> Scores:
+    """Of the cosine; tokens that are not alike count nothing."""
+    return np.asarray(np.maximum(cosine(distance), 0) ** 2)
 
 
 def variants() -> list[Variant]:
@@ -48,7 +60,7 @@ def variants() -> list[Variant]:
         Variant("each layer by itself", TOKEN),
         Variant("each layer by itself, 320 tokens", TOKEN, 320),
         Variant("each layer by itself, 1,280 tokens", TOKEN, 1280),
-        Variant("reciprocal ranks, layers so far", ranks),
+        Variant(TAKEN, ranks),
         Variant("the same, 320 tokens", ranks, 320),
         Variant("the same, 1,280 tokens", ranks, 1280),
         Variant("the same, neighbours among them", ranks, neighbours=True),
@@ -57,6 +69,19 @@ def variants() -> list[Variant]:
         Variant("the same, of 32 entries a layer", Layers("", TOKEN, top=32)),
         Variant("the same, a layer below counts 0.8", Layers("", TOKEN, decay=0.8)),
         Variant("the same, a layer below counts 0.5", Layers("", TOKEN, decay=0.5)),
+        Variant("the same, rank + 1", Layers("", TOKEN, offset=1)),
+        Variant("the same, rank + 4", Layers("", TOKEN, offset=4)),
+        Variant("the same, rank + 60", Layers("", TOKEN, offset=60)),
+        Variant("the same, excess over the tenth", Layers("", TOKEN, how="excess")),
+        Variant("the same, cosines", Layers("", Late("", 256, likeness=cosine))),
+        Variant("the same, squares of cosines", Layers("", Late("", 256, likeness=square))),
+        Variant("the same, 4 query tokens", ranks, query_tokens=4),
+        Variant("the same, 12 query tokens", ranks, query_tokens=12),
+        Variant("the same, 16 query tokens", ranks, query_tokens=16),
+        Variant("the same, 384 bits", Layers("", Late("", 384))),
+        Variant("the same, 512 bits", Layers("", Late("", 512))),
+        Variant("the same, exact keys", Layers("", ExactLate(""))),
+        Variant("the same, exact cosine", Layers("", ExactLate("", cosine=True))),
         Variant("reciprocal ranks, all layers, two passes", ranks, passes=2),
         Variant("standardised scores, layers so far", scores),
         Variant("standardised scores, all layers, two passes", scores, passes=2),
@@ -95,7 +120,7 @@ class Asked:
         below: list[Scores] = []
 
         def attended(layer: int, queries: Any) -> tuple[Any, Any]:
-            query = evaluation.query(layer, queries, len(self.prompt))
+            query = evaluation.query(layer, queries, len(self.prompt), variant.query_tokens)
             index = evaluation.layers[self.at][layer].indexes[which]
             below.append(evaluation.stored(variant.ranking.score(index, query)))
             scores = decisive(variant.ranking, below)
@@ -154,7 +179,7 @@ def table(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for name, each in by_name.items():
         row: dict[str, Any] = {"variant": name, "questions": len(each)}
         row["loss"] = float(losses[name].mean())
-        for other, short in (("full attention", "full"), (TOKEN.name, "alone")):
+        for other, short in (("full attention", "full"), (TOKEN.name, "alone"), (TAKEN, "taken")):
             ends = interval((losses[name] - losses[other]).tolist())
             names = (f"above_{short}", f"above_{short}_low", f"above_{short}_high")
             row |= dict(zip(names, ends, strict=True))

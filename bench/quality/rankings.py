@@ -6,6 +6,7 @@ the package has it. ``answers.py`` has the store itself beside them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -135,6 +136,7 @@ class Late:
     centre_keys: bool = True
     centre_query: bool = True
     rotated: bool = False
+    likeness: Callable[[Scores], Scores] | None = None  # of the best distances, in parts of 1
 
     def entry_bytes(self, chunk: int) -> int:
         return chunk // self.tokens * self.bits // 8
@@ -151,7 +153,11 @@ class Late:
         if self.centre_query:
             rows = rows - query.mean
         distance = hamming(index, words(Projector(rows.shape[1], self.bits).project(rows)))
-        return -best(distance, query.chunk // self.tokens, np.minimum)
+        run = query.chunk // self.tokens
+        if self.likeness is None:
+            return -best(distance, run, np.minimum)
+        least = np.minimum.reduce(distance.reshape(len(distance), -1, run), axis=2)
+        return np.asarray(self.likeness(least / self.bits).mean(0))
 
 
 @dataclass(frozen=True)
@@ -185,11 +191,14 @@ class Layers:
 
     Attributes
     ----------
-    how : {"ranks", "z"}
-        A layer counts for its ``top`` best entries with their reciprocal ranks, or for all of them
-        with its scores less their mean, in parts of their standard deviation.
+    how : {"ranks", "excess", "z"}
+        A layer counts for its ``top`` best entries with their reciprocal ranks, or with their
+        scores less that of the last of them; or for all entries with its scores less their mean, in
+        parts of their standard deviation.
     decay : float
         What the count of the layers below is multiplied by in every layer.
+    offset : float
+        Added to the ranks, which count from 1.
     """
 
     name: str
@@ -197,6 +206,7 @@ class Layers:
     how: str = "ranks"
     top: int = 10
     decay: float = 1.0
+    offset: float = 0.0
 
     def entry_bytes(self, chunk: int) -> int:
         return self.of.entry_bytes(chunk)
@@ -219,7 +229,10 @@ class Layers:
             return np.asarray((scores - scores.mean()) / scores.std())
         out = np.zeros(len(scores))
         best = np.argsort(-scores, kind="stable")[: self.top]
-        out[best] = 1 / np.arange(1, len(best) + 1)
+        if self.how == "excess":
+            out[best] = scores[best] - scores[best[-1]]
+        else:
+            out[best] = 1 / (self.offset + np.arange(1, len(best) + 1))
         return out
 
 
@@ -289,8 +302,11 @@ def all_rankings() -> list[Ranking]:
         Late("tokens x 256, nothing centred", 256, centre_keys=False, centre_query=False),
         Staged("tokens x 64 keeps 4k, x 256 decides", Late("", 64), Late("", 256)),
         Layers("tokens x 256, layers fused", Late("", 256)),
+        Layers("tokens x 512, layers fused", Late("", 512)),
         Layers("tokens x 128, layers fused", Late("", 128)),
         Layers("16 tokens x 256, layers fused", Late("", 256, tokens=16)),
         ExactLate("late interaction, exact keys"),
         ExactLate("late interaction, exact cosine", cosine=True),
+        Layers("exact keys, layers fused", ExactLate("")),
+        Layers("exact cosine, layers fused", ExactLate("", cosine=True)),
     ]
