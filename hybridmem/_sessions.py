@@ -124,8 +124,8 @@ class Sessions:
                 ) from None
         try:
             store = opening.create(path, **self._config)
-        except StoreExistsError:  # another process was quicker
-            return self._opened(path, mode)
+        except StoreExistsError:  # another process was quicker, maybe with another name
+            return self._opened(self._path(name), mode)
         try:
             self._path(name)  # a disk that takes two names for one leads to another session
         except BaseException:

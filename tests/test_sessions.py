@@ -202,6 +202,22 @@ def test_a_disk_that_takes_two_names_for_one(
     assert "Alice" not in sessions
 
 
+def test_another_name_may_be_quicker(
+    sessions: hybridmem.Sessions, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where case does not count, and "alice" is made while "Alice" is opened."""
+    create, exists = hybridmem.opening.create, Path.exists
+
+    def too_late(path: Path, **fields: Any) -> hybridmem.Store:
+        create(root / "alice", **fields).close()
+        raise hybridmem.StoreExistsError(str(path))
+
+    monkeypatch.setattr(hybridmem.opening, "create", too_late)
+    monkeypatch.setattr(Path, "exists", lambda path: exists(path.parent / path.name.lower()))
+    with pytest.raises(ValueError, match="'Alice' is the name of another session"):
+        sessions.open("Alice")
+
+
 def test_what_is_no_session_is_passed_over(sessions: hybridmem.Sessions, root: Path) -> None:
     use(sessions, "alice")
     (root / "notes.txt").write_text("mine")
