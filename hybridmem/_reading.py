@@ -283,10 +283,21 @@ class Reader:
         -------
         bool
             Whether there was a newer one.
+
+        Raises
+        ------
+        CorruptStoreError
+            If the commit is damaged, or the files are now those of another store.
         """
         with self._lock:
             self._check_open()
             manifest, table, _ = _snapshot.load(self._directory, self._io)
+            if manifest.store_id != self._manifest.store_id:
+                raise CorruptStoreError(
+                    f"{self.path} holds another store than the one that was opened: close this one "
+                    "and open it again",
+                    path=str(self.path),
+                )
             changed = manifest != self._manifest
             if changed:
                 self._take(manifest, table)

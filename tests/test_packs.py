@@ -208,6 +208,20 @@ def test_the_same_pack_may_be_packed_again(packed: Path, tmp_path: Path) -> None
         assert one.store_id != other.store_id
 
 
+def test_a_pack_that_another_is_copied_over_is_named(packed: Path, tmp_path: Path) -> None:
+    """A reader would take its configuration and its ids for those of the other."""
+    other = {**CONFIG, "seed": 5}
+    with hybridmem.create(tmp_path / "new", **other) as store:
+        fill(store, np.random.default_rng(6), 4)
+    hybridmem.pack(tmp_path / "new", tmp_path / "new pack")
+    with hybridmem.open(packed, mode="r") as reader, hybridmem.layered([packed]) as memory:
+        shutil.copytree(tmp_path / "new pack", packed, dirs_exist_ok=True)
+        for refresh in (reader.refresh, memory.refresh):
+            with pytest.raises(hybridmem.CorruptStoreError, match="holds another store"):
+                refresh()
+        assert len(reader) == len(memory) == 29
+
+
 # -- packed like another store --------------------------------------------------------------------
 
 
