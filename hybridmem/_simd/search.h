@@ -60,7 +60,8 @@ static void hm_hamming_all(const hm_kernels *kernels, const uint8_t *rows, size_
     kernels->hamming(rows, n, query, 1, bytes, out, n);
 }
 
-/* Length of the run of consecutive numbers that starts at[0]. */
+/* Length of the run of consecutive numbers that starts at[0], at most n: who steps in less than a run
+ * must ask for no more than a step, or a long run is counted again and again. */
 HM_INLINE size_t hm_run(const int64_t *at, size_t n) {
     size_t i = 1;
     while (i < n && at[i] == at[i - 1] + 1) i++;
@@ -176,7 +177,7 @@ static void hm_late_at(const hm_kernels *kernels, const hm_late_block *block, co
     size_t i, run;
     for (i = 0; i < n; i += run) {
         size_t next = hm_min_size(i + 4, n - 1);
-        run = hm_late_step(block, (size_t)at[i], hm_run(at + i, n - i));
+        run = hm_late_step(block, (size_t)at[i], hm_run(at + i, hm_min_size(HM_LANES, n - i)));
         hm_late_sum(kernels, block, (size_t)at[i], run, prepared, t,
                     (ptrdiff_t)(at[next] * lanes / HM_LANES - at[i] * lanes / HM_LANES) * group_bytes,
                     out + i);
@@ -213,7 +214,8 @@ static void hm_late_gated(const hm_kernels *kernels, const hm_late_block *block,
             size_t next = hm_min_size(i + 4, n - 1);
             ahead = (ptrdiff_t)(at[next] * lanes / HM_LANES - at[i] * lanes / HM_LANES) * group_bytes;
         }
-        run = hm_late_step(block, first, at == NULL ? n - i : hm_run(at + i, n - i));
+        run = hm_min_size(HM_LANES, n - i);
+        run = hm_late_step(block, first, at == NULL ? run : hm_run(at + i, run));
         for (e = 0; e < run; e++) out[i + e] = 0;
         for (gate = 0; gate <= gates && near > 0; gate++) {
             size_t until = gate < gates ? ends[gate] : t;
