@@ -74,9 +74,10 @@ def attended_rows(patch: pytest.MonkeyPatch) -> list[np.ndarray]:
     seen: list[np.ndarray] = []
     original = gathered.GatheredRows.attend
 
-    def noting(rows: Any, query: Any, heads: int) -> Any:
-        seen.append(rows._keys[: rows._count].numpy().copy())
-        return original(rows, query, heads)
+    def noting(rows: Any, query: Any) -> Any:
+        keys = rows._keys[:, :, rows._first : rows._count]
+        seen.append(keys.reshape(-1, keys.shape[2]).t().numpy().copy())
+        return original(rows, query)
 
     patch.setattr(gathered.GatheredRows, "attend", noting)
     return seen

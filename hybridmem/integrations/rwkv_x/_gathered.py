@@ -11,104 +11,131 @@ import threading
 from collections import OrderedDict
 from typing import Any
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from hybridmem import _slabs
 from hybridmem.integrations._tensors import as_tensor
-from hybridmem.integrations.rwkv_x._conversation import Conversation, Rows
-from hybridmem.integrations.rwkv_x._found import Found, FoundRows
+from hybridmem.integrations.rwkv_x._conversation import UNKNOWN, Conversation, Rows
+from hybridmem.integrations.rwkv_x._found import Found, FoundRows, Key
 
 
 class GatheredRows:
     """Keys and values of what was found, of the upstream cache and of the rows that wait.
 
-    Rows are written behind those that are there and never over them, so that a state from before,
-    a branch, still holds what it held.
+    They lie by head, keys column by column, so that attention is two plain products: half again as
+    fast as one over rows of all heads. What was found stands first and is replaced by the next
+    search; the rows that wait come last. These are kept in a memory of their own too, for they
+    travel with the state: there rows are written behind those that are there and never over them,
+    so that a state from before, a branch, still holds what it held.
 
     Attributes
     ----------
-    held : Conversation
-        The conversation after the last token.
-    waiting : Rows
-        The rows that wait for a whole chunk, in a memory of their own: they travel with the state.
+    left : int
+        Tokens until the next search.
+    nbytes : int
+        Bytes of all rows, with room for those to come.
     """
 
-    held: Conversation
+    left: int
 
     def __init__(
         self,
-        found: Found,
-        entries: list[tuple[Any, Any]],
+        found_rows: int,
         cache: tuple[Tensor, Tensor],
-        held: Conversation,
+        waiting: Rows,
+        position: int,
+        heads: int,
         chunk: int,
     ) -> None:
-        self._key = found.key
-        self._cache = cache[0]
-        parts = [*((as_tensor(k), as_tensor(v)) for k, v in entries), (cache[0][0], cache[1][0])]
-        waiting = held.waiting
+        keys, values = cache
+        self._cache = keys
+        self._key: Key | None = None
         room = max(chunk, len(waiting) + 1)
+        width = keys.shape[-1]
+        n = found_rows + keys.shape[1] + room
         with torch.inference_mode(False):  # tensors that may be written to in any mode
-            rows = sum(len(keys) for keys, _ in parts) + room
-            like, width = cache[0], cache[0].shape[-1]
-            self._keys, self._values = (like.new_empty((rows, width)) for _ in range(2))
+            room_of_both = _room(2 * n * width, keys.device)
+            self._keys, self._values = room_of_both.view(2, heads, -1).unbind()
+            self._keys = self._keys.view(heads, width // heads, n)
+            self._values = self._values.view(heads, n, width // heads)
             self._own = Rows(
-                like.new_empty((room, width)),
-                like.new_empty((room, width)),
-                torch.empty((room, 2), dtype=torch.float64),
+                keys.new_empty((room, width)),
+                keys.new_empty((room, width)),
+                torch.full((room, 2), UNKNOWN, dtype=torch.float64),
             )
-        self._count = self._waiting = 0
-        for keys, values in parts:
-            self._add(keys, values)
-        if len(waiting):
-            self._append(waiting)
-        self._view()
+        tensors = (self._keys, self._values, self._own.keys, self._own.values)
+        self.nbytes = sum(tensor.nbytes for tensor in tensors)
+        self._scale = self._keys.shape[1] ** -0.5
+        self._found_rows = self._first = self._count = found_rows
+        self._waiting = 0
+        self._write(found_rows, keys[0], values[0])
+        self._count += keys.shape[1]
+        self._append(waiting)
+        still = room - len(waiting)
+        self._own.meta[len(waiting) :, 0] = torch.arange(position, position + still)
 
-    def fits(self, cache: Tensor, found: Found | None = None) -> bool:
-        """Whether they are of this cache and of what a new search found, with room for a token."""
+    def show(self, found: Found, entries: list[tuple[Any, Any]]) -> None:
+        """Put what a search found in the place of what the one before had found."""
+        if found.key == self._key:
+            return
+        at = self._found_rows
+        for keys, values in entries:
+            at -= len(keys)
+            self._write(at, as_tensor(keys), as_tensor(values))
+        self._first, self._key = at, found.key
+
+    def _write(self, at: int, keys: Tensor, values: Tensor) -> None:
+        heads, head_size, _ = self._keys.shape
+        place = slice(at, at + len(keys))
+        self._keys[:, :, place] = keys.view(-1, heads, head_size).permute(1, 2, 0)
+        self._values[:, place] = values.view(-1, heads, head_size).transpose(0, 1)
+
+    def holds(self, cache: Tensor, rows: int = 0) -> bool:
+        """Whether they are of this cache, with room for a token and so many rows found."""
         return (
             self._cache is cache
+            and rows <= self._found_rows
             and self._waiting < len(self._own.keys)
-            and (found is None or self._key == found.key)
         )
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all rows, with room for those to come."""
-        tensors = (self._keys, self._values, self._own.keys, self._own.values)
-        return sum(tensor.nbytes for tensor in tensors)
-
-    def append(self, row: Rows) -> None:
-        """Write one more row behind the others; it waits."""
-        self._append(row)
-        self._view()
+    def append(self, key: Tensor, value: Tensor) -> Rows:
+        """Write the row of the next position behind the others; return all that wait."""
+        at, n = self._waiting, self._count
+        own, head = self._own, self._keys.shape[:2]
+        own.keys[at].copy_(key[0])
+        own.values[at].copy_(value[0])
+        self._keys[:, :, n].copy_(key.view(head))
+        self._values[:, n].copy_(value.view(head))
+        self._waiting, self._count = at + 1, n + 1
+        self.left -= 1
+        return own.take(slice(at + 1))
 
     def _append(self, rows: Rows) -> None:
         place = slice(self._waiting, self._waiting + len(rows))
         self._own.keys[place] = rows.keys
         self._own.values[place] = rows.values
         self._own.meta[place] = rows.meta
+        self._write(self._count, rows.keys, rows.values)
         self._waiting = place.stop
-        self._add(rows.keys, rows.values)
+        self._count += len(rows)
 
-    def _add(self, keys: Tensor, values: Tensor) -> None:
-        place = slice(self._count, self._count + len(keys))
-        self._keys[place] = keys
-        self._values[place] = values
-        self._count = place.stop
+    def attend(self, query: Tensor) -> Tensor:
+        """Attend to all rows with one query, `[1, width]`; computed in float32."""
+        heads, head_size, _ = self._keys.shape
+        first, n = self._first, self._count - self._first
+        scaled = (query.float() * self._scale).view(heads, 1, head_size)
+        scores = torch.bmm(scaled, self._keys.narrow(2, first, n))
+        mixed = torch.bmm(torch.softmax(scores, -1), self._values.narrow(1, first, n))
+        return mixed.view(1, -1).to(query.dtype)
 
-    def _view(self) -> None:
-        self.waiting = self._own.take(slice(self._waiting))
 
-    def attend(self, query: Tensor, heads: int) -> Tensor:
-        """Attend to all rows with one query, `[1, width]`."""
-        n, width = self._count, query.shape[1]
-        q, keys, values = (
-            rows.view(1, -1, heads, width // heads).transpose(1, 2)
-            for rows in (query, self._keys[:n], self._values[:n])
-        )
-        return F.scaled_dot_product_attention(q, keys, values).reshape(1, width)
+def _room(count: int, device: torch.device) -> Tensor:
+    """Memory for so many float32, in huge pages: columns of keys are pages apart."""
+    if device.type != "cpu":
+        return torch.empty(count, device=device)
+    return torch.from_numpy(_slabs.pages((4 * count,)).view(np.float32))
 
 
 class Gathered:
@@ -134,13 +161,27 @@ class Gathered:
                 self._bytes -= rows.nbytes
         return rows
 
-    def make(self, held: Conversation, found: Found, cache: tuple[Tensor, Tensor]) -> GatheredRows:
-        """Bring together what a search found, keys and values of upstream, and what waits."""
-        return GatheredRows(found, self._found.of(found), cache, held, self._chunk)
+    def show(
+        self,
+        rows: GatheredRows | None,
+        found: Found,
+        cache: tuple[Tensor, Tensor],
+        held: Conversation,
+        heads: int,
+    ) -> GatheredRows:
+        """Bring together what a search found, keys and values of upstream, and what waits.
 
-    def keep(self, layer: int, plain: Any, held: Conversation, rows: GatheredRows) -> None:
-        """Keep rows for the token that finds this state, which is `held`."""
-        rows.held = held
+        In the rows that were taken, if all of it has room there.
+        """
+        entries = self._found.of(found)
+        n = sum(len(keys) for keys, _ in entries)
+        if rows is None or not rows.holds(cache[0], n):
+            rows = GatheredRows(n, cache, held.waiting, held.seen, heads, self._chunk)
+        rows.show(found, entries)
+        return rows
+
+    def keep(self, layer: int, plain: Any, rows: GatheredRows) -> None:
+        """Keep rows for the token that finds this plain state."""
         with self._lock:
             self._rows[layer, id(plain)] = (plain, rows)
             self._bytes += rows.nbytes

@@ -18,7 +18,7 @@ from hybridmem.integrations.rwkv_x._attention import (
     by_head,
     side_by_side,
 )
-from hybridmem.integrations.rwkv_x._conversation import STATE_KEY, UNKNOWN, Conversation, Rows
+from hybridmem.integrations.rwkv_x._conversation import UNKNOWN, Conversation, Rows
 from hybridmem.integrations.rwkv_x._found import Found
 from hybridmem.integrations.rwkv_x._tier import Tier
 
@@ -111,26 +111,13 @@ def _with_state(run: Callable[..., Any], current: _Current) -> Callable[..., Any
 
 
 def _decode(layer: int, att: Any, x: Tensor, state: dict[str, Any], tier: Tier) -> Tensor:
-    rows = tier.gathered.take(layer, state.get(STATE_KEY))
-    held = tier.begin(state) if rows is None else rows.held
-    position = held.seen
     x = x.view(1, -1)
     query, key, value = att.receptance(x), att.key(x), att.value(x)
-    cache = (state["k_cache"], state["v_cache"])
-    passed = tier.pass_on(layer, held, query) if rows is not None else None
-    if rows is not None and passed is not None and rows.fits(cache[0]):
-        held = passed
-    else:
-        held, runs = tier.find(layer, held, query, cache[0][0])
-        if rows is None or not rows.fits(cache[0], runs[0][2]):
-            rows = tier.gathered.make(held, runs[0][2], cache)
-    rows.append(Rows(key, value, torch.tensor([[position, UNKNOWN]], dtype=torch.float64)))
-    mixed = rows.attend(query, att.n_head)
+    rows = tier.gather(layer, state, query, att.n_head)
+    waiting = rows.append(key, value)
+    mixed = rows.attend(query)
     tier.centring.learn(layer, key, query)
-    settled = tier.settle(layer, held.replace(waiting=rows.waiting))
-    tier.end(state, settled)
-    if settled.waiting is rows.waiting:  # else a chunk has left
-        tier.gathered.keep(layer, state[STATE_KEY], settled, rows)
+    tier.go_on(layer, state, query, waiting, rows)
     return att.output(mixed.view(-1))
 
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from hybridmem.integrations.rwkv_x._centring import Centring
-from hybridmem.integrations.rwkv_x._conversation import STATE_KEY, Conversation
+from hybridmem.integrations.rwkv_x._conversation import STATE_KEY, Conversation, Rows
 from hybridmem.integrations.rwkv_x._found import Found, FoundRows
-from hybridmem.integrations.rwkv_x._gathered import Gathered
+from hybridmem.integrations.rwkv_x._gathered import Gathered, GatheredRows
 from hybridmem.results import Entry, Hit
 
 if TYPE_CHECKING:
@@ -117,13 +117,6 @@ class Tier:
 
     # -- search -----------------------------------------------------------------------------------
 
-    def pass_on(self, layer: int, held: Conversation, queries: Tensor) -> Conversation | None:
-        """Move on by tokens of which none searches; None where one does."""
-        if self._points(layer, held, len(queries)):
-            return None
-        recent = torch.cat((held.queries, queries))
-        return held.replace(seen=held.seen + len(queries), queries=self._kept(recent))
-
     def _kept(self, recent: Tensor) -> Tensor:
         """The queries that the next search asks with, beside its own."""
         return recent[max(0, len(recent) - self._query_tokens + 1) :]
@@ -173,6 +166,44 @@ class Tier:
             mark=last.mark,
         )
         return held, runs
+
+    # -- decode -----------------------------------------------------------------------------------
+
+    def gather(
+        self, layer: int, layer_state: dict[str, Any], query: Tensor, heads: int
+    ) -> GatheredRows:
+        """Return the rows that the next token of a state attends to, but for its own."""
+        cache = layer_state["k_cache"], layer_state["v_cache"]
+        rows = self.gathered.take(layer, layer_state.get(STATE_KEY))
+        if rows is not None and rows.left and rows.holds(cache[0]):
+            return rows
+        held = self.begin(layer_state)
+        moved, ((_, _, found),) = self.find(layer, held, query, cache[0][0])
+        held = held.replace(hits=moved.hits, searched=moved.searched, mark=moved.mark)
+        self.end(layer_state, held)
+        rows = self.gathered.show(rows, found, cache, held, heads)
+        points = self._points(layer, moved, self._every)
+        rows.left = 1 + (points[0] if points else self._every)
+        return rows
+
+    def go_on(
+        self,
+        layer: int,
+        layer_state: dict[str, Any],
+        query: Tensor,
+        waiting: Rows,
+        rows: GatheredRows,
+    ) -> None:
+        """Move a state on by one token of decode."""
+        plain = dict(layer_state[STATE_KEY])  # the one before may be that of a branch
+        plain["seen"] += 1
+        plain["queries"] = self._kept(torch.cat((plain["queries"], query)))
+        plain["keys"], plain["values"], plain["meta"] = waiting.keys, waiting.values, waiting.meta
+        layer_state[STATE_KEY] = plain
+        if len(waiting) < self._chunk:
+            self.gathered.keep(layer, plain, rows)
+        else:
+            self.end(layer_state, self.settle(layer, Conversation.from_plain(plain)))
 
     def try_query(self) -> None:
         """Raise what the store says of the options, before anything depends on them."""
