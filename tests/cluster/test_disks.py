@@ -27,6 +27,7 @@ ABOUT = {
     "replicas": 1,
     "route": "hash",
     "remote": None,
+    "config": CONFIG,
 }
 
 
@@ -69,8 +70,9 @@ def test_disks_of_nodes_that_were_set_up_alike_differ(tmp_path: Path) -> None:
             json.dumps(ABOUT | change)
             for change in (
                 {"partitions": "2"}, {"partitions": True}, {"partitions": 0}, {"replicas": None},
-                {"route": "both"}, {"remote": 3}, {"cluster_id": 3}, {"format": "other"},
-                {"format_version": "1"},
+                {"route": "both"}, {"config": {}},
+                {"config": CONFIG | {"seed": "x"}}, {"remote": 3}, {"cluster_id": 3},
+                {"format": "other"}, {"format_version": "1"},
             )
         ),
     ],

@@ -133,11 +133,11 @@ def test_copy_that_fails_is_named(create: Any, tmp_path: Path) -> None:
     pytest.importorskip("fsspec", reason="needs fsspec: pip install 'hybridmem[remote]'")
     memory = create(partitions=1, remote=f"file://{tmp_path}/copies")
     put(memory, range(3))
-    (tmp_path / "copies").write_text("in the way")
+    (tmp_path / "copies" / "partition-0000").write_text("in the way")
     with pytest.raises(hybridmem.PartitionError, match=r"partition-0000.*copying to"):
         memory.flush()
     assert memory._owners.all[0].journal
-    (tmp_path / "copies").unlink()
+    (tmp_path / "copies" / "partition-0000").unlink()
     memory.flush()
     assert not memory._owners.all[0].journal
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -162,3 +164,57 @@ def test_a_layer_that_some_partitions_centre_is_refused(
         one.calibrate(0, keys=matrix(7) + 3)
         put(one, range(18))
         assert scores == [hit.score for hit in one.query(matrix(1000, 1), 0, 50)]
+
+
+def test_a_cluster_all_disks_of_which_are_gone(
+    create: Any, root: str, nodes: Nodes, tmp_path: Path
+) -> None:
+    pytest.importorskip("fsspec", reason="needs fsspec: pip install 'hybridmem[remote]'")
+    from hybridmem.integrations import ray as hm
+
+    url = f"file://{tmp_path}/copies"
+    memory = create(route="hash", remote=url)
+    put(memory, range(12))
+    memory.close()
+    wanted = list(range(1, 13))
+    name = root.split("/")[1]
+    for disk in nodes.disks.glob(f"*/{name}"):
+        shutil.rmtree(disk)
+    with pytest.raises(hybridmem.StoreExistsError, match="holds copies of a cluster"):
+        create(remote=url)
+    disk = nodes.disks / "head" / name  # was made anew
+    shutil.copy(tmp_path / "copies" / "cluster.json", disk)
+    with hm.open(root, deadline_s=20) as again:
+        with pytest.raises(hybridmem.PartitionError, match=r"partition-0000.*partition-0001"):
+            answers(again)
+        with pytest.raises(hybridmem.PartitionError, match="on no node"):
+            put(again, range(12, 14))
+        assert len(again.repair()) == 2
+        assert list(again) == wanted
+        assert put(again, range(12, 14)) == [13, 14]
+        again.flush()
+
+
+def test_close_waits_for_what_another_thread_puts(
+    create: Any, root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hybridmem.integrations import ray as hm
+
+    memory = create(route="hash")
+    taken = put(memory, range(3))
+    make_room, begun = memory._owners.make_room, threading.Event()
+
+    def slow(*call: Any) -> None:
+        make_room(*call)
+        begun.set()
+        time.sleep(1)
+
+    monkeypatch.setattr(memory._owners, "make_room", slow)
+    thread = threading.Thread(target=lambda: taken.extend(put(memory, range(3, 4))))
+    thread.start()
+    begun.wait()
+    memory.close()
+    thread.join()
+    assert len(taken) == 4
+    with hm.open(root, "r", deadline_s=20) as again:
+        assert list(again) == taken

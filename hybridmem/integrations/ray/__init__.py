@@ -24,7 +24,7 @@ from hybridmem.integrations.ray._actors import FORMAT, ROUTES, START_S, Disk, Pl
 from hybridmem.integrations.ray._calls import Owner, Replica
 from hybridmem.integrations.ray._cluster import Cluster
 from hybridmem.integrations.ray._owners import Owners
-from hybridmem.integrations.ray._remote import check_url
+from hybridmem.integrations.ray._remote import check_url, claim
 
 __all__ = ["Cluster", "create", "open"]
 
@@ -88,7 +88,7 @@ def create(
     Raises
     ------
     StoreExistsError
-        If there is one.
+        If there is one, or `remote` holds copies of another.
     PartitionError
         If a node did not make its part.
     TypeError, ValueError
@@ -129,8 +129,11 @@ def create(
         "replicas": replicas,
         "route": route,
         "remote": remote,
+        "config": config.to_dict(),
     }
     places = Places(root, about, "r+", search_threads)
+    if remote is not None:
+        claim(remote, _actors.CLUSTER_NAME, about)
     for disk in found:
         _actors.claim(disk, about)
     owners = []
@@ -279,7 +282,7 @@ def _opened(
     try:
         if config is not None:
             made.everywhere("create", config)
-        joined = made.join(reading=places.mode == "r")
+        joined = made.join(places.mode == "r", Config(**places.about["config"]))
         cluster = Cluster(
             made,
             places=places,

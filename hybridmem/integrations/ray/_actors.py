@@ -16,6 +16,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from hybridmem._fileio import Directory, path_of
+from hybridmem.config import Config
 from hybridmem.errors import (
     CorruptStoreError,
     HybridMemError,
@@ -145,6 +146,7 @@ def _about(directory: Directory) -> dict[str, Any]:
     wanted: dict[str, Any] = {"cluster_id": str, "format_version": int}
     if about.get("format_version") == FORMAT["format_version"]:
         wanted |= {"partitions": int, "replicas": int, "route": str, "remote": (str, type(None))}
+        wanted |= {"config": dict}
     wrong = [
         name
         for name, kind in wanted.items()
@@ -154,6 +156,10 @@ def _about(directory: Directory) -> dict[str, Any]:
     ]
     if about.get("route", ROUTES[0]) not in ROUTES:
         wrong.append("route")
+    try:
+        Config(**about.get("config", {"embed_dim": 1}))
+    except (TypeError, ValueError):
+        wrong.append("config")
     if about.get("format") != FORMAT["format"] or wrong:
         path = str(directory.path / CLUSTER_NAME)
         raise CorruptStoreError(
@@ -163,7 +169,7 @@ def _about(directory: Directory) -> dict[str, Any]:
 
 
 def _write(directory: Directory, name: str, value: dict[str, Any]) -> None:
-    data = json.dumps(value, indent=1).encode()
+    data = views.encoded(value)
     directory.rename(directory.write_temporary([(0, [data])], name), name)
     directory.sync()
 

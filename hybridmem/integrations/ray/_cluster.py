@@ -463,14 +463,15 @@ class Cluster(Memory):
 
     def close(self) -> None:
         """Flush and close; a second close does nothing. Arrays that were handed out stay valid."""
-        if self._closed:
-            return
-        try:
-            if self.mode == "r+":
-                self._owners.flush()
-        finally:
-            self._closed = True
-            self._owners.end()
+        with self._writing_lock:  # what is being put is flushed too
+            if self._closed:
+                return
+            try:
+                if self.mode == "r+":
+                    self._owners.flush()
+            finally:
+                self._closed = True
+                self._owners.end()
 
     def __del__(self) -> None:
         if not getattr(self, "_closed", True):

@@ -14,6 +14,7 @@ from typing import Any
 
 import ray
 
+from hybridmem.config import Config
 from hybridmem.errors import PartitionError, PartitionFullError, StoreFullError, StoreLockedError
 from hybridmem.integrations.ray._calls import TICK_S, Calls, Job, Owner, Replica
 from hybridmem.integrations.ray._partition import Op, State
@@ -65,8 +66,13 @@ class Owners(Calls):
 
     # -- beginning and ending ---------------------------------------------------------------------
 
-    def join(self, reading: bool) -> State:
+    def join(self, reading: bool, config: Config) -> State:
         """Take up every replica that is up to date, and give up those that were left behind.
+
+        Parameters
+        ----------
+        config : Config
+            Of the cluster, for where no partition is up that could say it.
 
         Returns
         -------
@@ -77,7 +83,7 @@ class Owners(Calls):
         for error in failed.values():
             if isinstance(error, StoreLockedError):
                 raise error
-        if not states:
+        if failed and not states:
             raise failures("opening", failed)
         for owner in self.all:
             up = {one: states[one] for one in owner.replicas if one in states}
@@ -93,8 +99,11 @@ class Owners(Calls):
             self.give_up(owner, older)
         if not reading:
             self.everywhere("catch_up", [], 0, NOTHING)
-        some: State = max(states.values(), key=lambda state: state.mark.next_entry_id)
-        return some
+        return max(
+            states.values(),
+            key=lambda state: state.mark.next_entry_id,
+            default=State(config, 0, Mark(1, 0, 0), 0),
+        )
 
     def give_up(self, owner: Owner, replicas: Sequence[Replica]) -> None:
         """Let go of replicas."""
@@ -289,7 +298,7 @@ class Owners(Calls):
 
 def failures(what: str, failed: Mapping[Any, Exception]) -> PartitionError:
     """Return the error that names all that failed."""
-    full = all(isinstance(error, StoreFullError) for error in failed.values())
+    full = failed and all(isinstance(error, StoreFullError) for error in failed.values())
     kind = PartitionFullError if full else PartitionError
     said = "; ".join(f"{where}: {type(why).__name__}: {why}" for where, why in failed.items())
     return kind(f"{what} failed: {said}", partitions=[str(where) for where in failed])

@@ -1,5 +1,6 @@
 """A copy of a partition where files are kept that outlive nodes: any URL that fsspec knows.
 
+    <url>/cluster.json
     <url>/partition-0003/shards/shard_0000-<checksum>.safetensors
     <url>/partition-0003/commits/<how far it has come>-<hex>/entries.bin
     <url>/partition-0003/commits/<how far it has come>-<hex>/index.json    the last file of a commit
@@ -20,10 +21,10 @@ from hybridmem._entries import ENTRIES_NAME
 from hybridmem._fileio import Buffer, Directory
 from hybridmem._format import shard_name
 from hybridmem._manifest import INDEX_NAME, Manifest, ShardInfo, read_manifest
-from hybridmem.errors import StoreIOError, StoreNotFoundError
-from hybridmem.integrations.ray._views import mark_of
+from hybridmem.errors import StoreExistsError, StoreIOError, StoreNotFoundError
+from hybridmem.integrations.ray._views import encoded, mark_of
 
-__all__ = ["check_url", "download", "upload"]
+__all__ = ["check_url", "claim", "download", "upload"]
 
 _PIECE_BYTES = 8 << 20
 
@@ -39,12 +40,31 @@ def check_url(url: str) -> None:
     fsspec.core.url_to_fs(url)
 
 
+def claim(url: str, name: str, about: dict[str, Any]) -> None:
+    """Write down of which cluster the copies are: with it and them it can be made again.
+
+    Raises
+    ------
+    StoreExistsError
+        If there are copies of another.
+    """
+    import fsspec
+
+    with _named("copying to", url):
+        fs, base = fsspec.core.url_to_fs(url)
+        fs.invalidate_cache()
+        if fs.exists(f"{base}/{name}"):
+            raise StoreExistsError(f"remote: {url} holds copies of a cluster; give another URL")
+        fs.makedirs(base, exist_ok=True)
+        fs.pipe_file(f"{base}/{name}", encoded(about))
+
+
 @contextlib.contextmanager
 def _named(what: str, url: str) -> Iterator[None]:
     """Whatever a file system of fsspec raises, it is an error of the store."""
     try:
         yield
-    except StoreNotFoundError:
+    except (StoreExistsError, StoreNotFoundError):
         raise
     except Exception as error:  # each of them has its own
         raise StoreIOError(f"{what} {url}: {type(error).__name__}: {error}") from error

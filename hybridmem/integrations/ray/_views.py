@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import json
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hybridmem._fileio import Directory
 from hybridmem._manifest import Manifest
 from hybridmem.errors import CorruptStoreError
 
-__all__ = ["NOTHING", "Mark", "known_name", "mark_of", "own_name", "read", "write"]
+__all__ = ["NOTHING", "Mark", "encoded", "known_name", "mark_of", "own_name", "read", "write"]
 
 
 class Mark(NamedTuple):
@@ -75,9 +75,14 @@ def read(directory: Directory, name: str) -> int:
     return view
 
 
+def encoded(value: dict[str, Any]) -> bytes:
+    """Return an object as the files of a cluster hold it."""
+    return json.dumps(value, indent=1).encode()
+
+
 def write(root: Path, name: str, view: int) -> None:
     """Write a view down; it is durable on return."""
     with contextlib.closing(Directory(root)) as directory:
-        data = json.dumps({"view": view}).encode()
+        data = encoded({"view": view})
         directory.rename(directory.write_temporary([(0, [data])], name), name)
         directory.sync()
