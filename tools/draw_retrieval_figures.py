@@ -24,8 +24,10 @@ Row = dict[str, str]
 def reported() -> dict[str, Row]:
     """Rows of the reported questions by ranking."""
     rows: dict[str, Row] = {}
-    for name in ("report-q8-r640-c64-s4", "report-q8-r640-c64-s4-fused"):
-        with (TABLES / f"{name}.csv").open(encoding="utf-8", newline="") as file:
+    for run in ("", "-fused", "-exact"):
+        with (TABLES / f"report-q8-r640-c64-s4{run}.csv").open(
+            encoding="utf-8", newline=""
+        ) as file:
             rows = {row["ranking"]: row for row in csv.DictReader(file)} | rows
     return rows
 
@@ -59,7 +61,7 @@ def facts_by_bytes(rows: dict[str, Row]) -> None:
             ORANGE,
             [
                 f"{name}, layers fused"
-                for name in ("16 tokens x 256", "tokens x 128", "tokens x 256")
+                for name in ("16 tokens x 256", "tokens x 128", "tokens x 256", "tokens x 512")
             ],
         ),
         "pooled": (GREY, ["pooled 4096, centred"]),
@@ -97,7 +99,7 @@ def answer_loss(rows: dict[str, Row]) -> None:
     figure, axes = plt.subplots(figsize=(7, 3.8), layout="constrained")
     for at, name in enumerate(names):
         mean, ends = spread(rows[name], "above_full", "above")
-        colour = ORANGE if "fused" in name else GREY if "exact" in name else BLUE
+        colour = GREY if "exact" in name else ORANGE if "fused" in name else BLUE
         axes.errorbar(mean, at, xerr=ends, fmt="o", color=colour, markersize=4, capsize=2)
     axes.axvline(0, color=GREY, linewidth=0.8)
     axes.set_yticks(range(len(names)), names)

@@ -40,11 +40,37 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def all_rankings() -> list[Row]:
-    """Return the rows of both runs over the reported questions; what is in both comes out alike."""
-    first, second = read("report-q8-r640-c64-s4"), read("report-q8-r640-c64-s4-fused")
-    names = [row["ranking"] for row in first]
-    at = names.index("late interaction, exact keys")
-    return [*first[:at], *(row for row in second if row["ranking"] not in names), *first[at:]]
+    """Return the rows of the runs over the reported questions; what several have came out alike."""
+    rows = read("report-q8-r640-c64-s4")
+    fused: dict[str, Row] = {}
+    for run in ("fused", "exact"):
+        for row in read(f"report-q8-r640-c64-s4-{run}"):
+            if row["ranking"].endswith("layers fused"):
+                fused.setdefault(row["ranking"], row)
+    at = [row["ranking"] for row in rows].index("late interaction, exact keys")
+    by_bytes = sorted(fused.values(), key=lambda row: -int(row["bytes_per_entry"]))
+    signatures = [row for row in by_bytes if not row["ranking"].startswith("exact")]
+    keys = [row for row in by_bytes if row["ranking"].startswith("exact")]
+    return [*rows[:at], *signatures, *rows[at : at + 2], *keys, *rows[at + 2 :]]
+
+
+def differences() -> str:
+    """What a ranking finds and answers, less what another does: the reported questions."""
+    return table(
+        (
+            "ranking", "less", "facts, own document", "facts, four documents", "answer loss",
+        ),
+        (
+            (
+                row["ranking"],
+                row["less"],
+                between(row, "own", "own_low", "own_high", "+.3f"),
+                between(row, "pooled", "pooled_low", "pooled_high", "+.3f"),
+                between(row, "loss", "loss_low", "loss_high", "+.2f"),
+            )
+            for row in read("report-q8-r640-c64-s4-exact-differences")
+        ),
+    )  # fmt: skip
 
 
 def rankings() -> str:
@@ -203,6 +229,7 @@ def renewed(page: str) -> str:
     """Return the page with its tables as they are now."""
     made = {
         "rankings": rankings,
+        "differences": differences,
         "fusion-choose": fusion,
         "gemma": gemma,
         "sizes-choose": sizes,

@@ -92,33 +92,38 @@ def by_layer(records: Records, top: int) -> list[dict[str, Any]]:
     return out
 
 
-# Signatures and the exact keys that they stand for.
-AGREE = [
-    (f"tokens x {bits}{how}", f"{exact}{how}" if how else f"late interaction, {exact}")
-    for how in ("", ", layers fused")
-    for bits in (256, 512)
-    for exact in ("exact keys", "exact cosine")
-]
+def pairs() -> list[tuple[str, str]]:
+    """Rankings whose difference is reported, the second to be taken off the first."""
+    alone, fused = ("tokens x 256", "tokens x 512"), ", layers fused"
+    exact = ("late interaction, exact keys", "late interaction, exact cosine")
+    together = ("exact keys, layers fused", "exact cosine, layers fused")
+    return [
+        *((name, other) for name in alone for other in exact),
+        *((name + fused, other) for name in alone for other in together),
+        (alone[1], alone[0]),
+        (alone[1] + fused, alone[0] + fused),
+        *((name + fused, name) for name in alone),
+    ]
 
 
-def agreement(records: Records, top: int) -> list[dict[str, Any]]:
-    """What signatures find and answer, less what exact keys do, question by question."""
+def differences(records: Records, top: int) -> list[dict[str, Any]]:
+    """What a ranking finds and answers, less what another does, question by question."""
     out = []
-    for name, other in AGREE:
+    for name, other in pairs():
         if name not in records or other not in records:
             continue
-        mine, exact = records[name], records[other]
-        row: dict[str, Any] = {"ranking": name, "exact": other}
-        questions = [q for q in mine if q in exact]
+        mine, others = records[name], records[other]
+        row: dict[str, Any] = {"ranking": name, "less": other}
+        questions = [q for q in mine if q in others]
         row["questions"] = len(questions)
         for which in ("own", "pooled"):
             found = [
                 [np.mean(np.array(each[q][f"{which}_ranks"]) < top) for q in questions]
-                for each in (mine, exact)
+                for each in (mine, others)
             ]
             ends = interval(np.subtract(*found).tolist())
             row |= dict(zip((which, f"{which}_low", f"{which}_high"), ends, strict=True))
-        ends = interval([mine[q]["loss"] - exact[q]["loss"] for q in questions])
+        ends = interval([mine[q]["loss"] - others[q]["loss"] for q in questions])
         row |= dict(zip(("loss", "loss_low", "loss_high"), ends, strict=True))
         out.append(row)
     return out
@@ -189,11 +194,11 @@ def write_tables(results: Path, out: Path) -> None:
         top = int(run.split("-r")[1].split("-")[0]) // chunk
         write_csv(out / f"{run}.csv", rows(records, chunk, top))
         write_csv(out / f"{run}-layers.csv", by_layer(records, top))
-        if agreed := agreement(records, top):
-            write_csv(out / f"{run}-agreement.csv", agreed)
+        if less := differences(records, top):
+            write_csv(out / f"{run}-differences.csv", less)
         print(f"## {run}\n\n{markdown(read_csv(out / f'{run}.csv'))}\n")
     parts = ["See ../README.md. Intervals are 95 % of a bootstrap over questions.\n"]
     for path in sorted(out.glob("*-q*-r*-c*-s*.csv")):
-        if not path.stem.endswith(("-layers", "-agreement")):
+        if not path.stem.endswith(("-layers", "-differences")):
             parts.append(f"## {path.stem}\n\n{markdown(read_csv(path))}\n")
     (out / "tables.md").write_text("\n".join(parts), encoding="utf-8")
