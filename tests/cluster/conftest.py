@@ -24,6 +24,14 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
 
 
 @pytest.fixture
+def three_nodes(nodes: Any) -> Any:
+    """The nodes, none of which is gone; a test may kill `b`."""
+    if "b" not in nodes:
+        nodes.add("b")
+    return nodes
+
+
+@pytest.fixture
 def create(nodes: object, root: str) -> Iterator[Callable[..., Any]]:
     """Make clusters; they are ended however the test leaves them."""
     from hybridmem.integrations import ray as hm

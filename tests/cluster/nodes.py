@@ -45,9 +45,9 @@ class Nodes:
         self.add("head", include_dashboard=False, _system_config=_SYSTEM)
         ray.init(address=self._cluster.address, log_to_driver=False, logging_level="ERROR")
 
-    def add(self, name: str, disk: str | None = None, **options: Any) -> None:
-        """Start a node, on a disk of its own name where no other is given."""
-        path = self.disks / (disk or name)
+    def add(self, name: str, **options: Any) -> None:
+        """Start a node, on the disk of its name."""
+        path = self.disks / name
         path.mkdir(exist_ok=True)
         options |= {"num_cpus": 1, "object_store_memory": _STORE_BYTES}
         for attempt in range(3):

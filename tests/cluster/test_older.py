@@ -18,6 +18,7 @@ from .helpers import CONFIG, answers, at, fill_disk, inside, matrix, pid, put, s
 from .nodes import HOW, Nodes
 
 ray: Any = pytest.importorskip("ray", reason=HOW)
+pytestmark = pytest.mark.usefixtures("three_nodes")
 
 
 def roots(memory: Any) -> list[Path]:

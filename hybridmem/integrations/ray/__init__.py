@@ -17,6 +17,13 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
+try:
+    import ray  # noqa: F401  (its absence is explained)
+except ImportError as error:
+    raise ImportError(
+        f"{error}; hybridmem.integrations.ray needs Ray: pip install 'hybridmem[ray]'"
+    ) from error
+
 from hybridmem.config import Config
 from hybridmem.errors import CorruptStoreError, StoreExistsError, StoreNotFoundError, VersionError
 from hybridmem.integrations.ray import _actors
@@ -69,7 +76,8 @@ def create(
         every flush copies there what is new, and `repair` fetches partitions whose disks are gone.
     config : Config, optional
     deadline_s : float, default 5
-        Seconds in which a query is answered, whatever happens.
+        Seconds in which a query is answered, whatever happens. With `on_missing="report"` the
+        partitions of a layer have half of it, as what the others found is fetched then.
     write_deadline_s : float, default 60
         Seconds for a flush, and for a put that waits for room.
     on_missing : {"raise", "report"}, default "raise"
@@ -116,7 +124,7 @@ def create(
     found, without = _actors.disks(root, make=True, seconds=START_S)
     if len(found) < replicas:
         raise ValueError(
-            f"replicas: got {replicas}, but there are {len(found)} disks: "
+            f"replicas: got {replicas}, but the nodes have {len(found)} disks of their own: "
             f"{[str(disk) for disk in found]}{_reasons(without)}"
         )
     for disk in found:

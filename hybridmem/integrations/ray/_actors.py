@@ -38,6 +38,7 @@ __all__ = [
     "claim",
     "disks",
     "partition_name",
+    "reason",
 ]
 
 CLUSTER_NAME, _DISK_NAME = "cluster.json", "disk.json"
@@ -85,6 +86,12 @@ class Disk(NamedTuple):
 def partition_name(number: int) -> str:
     """Return the name of a partition's directory."""
     return f"partition-{number:04d}"
+
+
+def reason(error: Exception) -> str:
+    """Return in one line what Ray says of a failure, or what failed in a task of ours."""
+    cause = getattr(error, "cause", error)
+    return f"{type(cause).__name__}: {next(iter(str(cause).splitlines()), '')}"
 
 
 _Seen = tuple[str, tuple[str, int], dict[str, Any] | None, tuple[int, ...], dict[int, int]]
@@ -220,6 +227,11 @@ def disks(root: str, *, make: bool, seconds: float) -> tuple[list[Disk], dict[st
     dict of str to str
         Why a node has none, by the node.
     """
+    if not ray.is_initialized():
+        raise HybridMemError(
+            "Ray does not run in this program: call ray.init() first, which joins the cluster that "
+            "`ray start` made on this machine, or starts one"
+        )
     nodes = {node["NodeID"]: node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]}
     look = ray.remote(**_TASK)(_look)
     refs = {
@@ -234,7 +246,7 @@ def disks(root: str, *, make: bool, seconds: float) -> tuple[list[Disk], dict[st
         try:
             said = ray.get(ref)
         except ray.exceptions.RayError as error:
-            said = f"{error}".splitlines()[0]
+            said = reason(error)
         if isinstance(said, str):
             without[nodes[node_id]] = said
         else:
@@ -304,8 +316,7 @@ class _Actor:
         def copied() -> None:
             files = _value(ray.get(source.call.remote(("lend", ()))))
             try:
-                assert self._partition is not None
-                self._partition.replace(
+                self._to_replace().replace(
                     (name, pieces_of(name, size, piece)) for name, size in files
                 )
             finally:
@@ -317,10 +328,22 @@ class _Actor:
         """Take the copy at a URL in place of what is here."""
 
         def fetched() -> None:
-            assert self._partition is not None
-            self._partition.replace(download(f"{url}/{self._path.name}"))
+            self._to_replace().replace(download(f"{url}/{self._path.name}"))
 
         return replied(fetched)
+
+    def _to_replace(self) -> Partition:
+        """Return the partition, also where what is on the disk cannot be opened."""
+        ends = time.monotonic() + _LOCK_S
+        while self._partition is None:
+            _, trouble = self._open()
+            if isinstance(trouble, StoreLockedError):  # by a process that ends just now
+                if time.monotonic() > ends:
+                    raise trouble
+                time.sleep(0.05)
+            elif self._partition is None:
+                self._partition = Partition(self._path, self._mode, take_up=False)
+        return self._partition
 
 
 def _value(reply: Reply) -> Any:

@@ -44,6 +44,7 @@ def ask(
     owned: Sequence[Sequence[Owner]],
     spec: SignatureSpec,
     seconds: float,
+    go_on: bool,
 ) -> tuple[list[Answer], dict[int, Exception]]:
     """Answer questions; return the answers, and why partitions did not.
 
@@ -51,13 +52,17 @@ def ask(
     ----------
     owned : sequence of sequence of Owner
         The partitions that may hold something, for each question.
+    go_on : bool
+        Whether to go on without partitions that do not answer; else there are no answers then.
     """
-    asking = _Asking(owners, questions, owned, spec, seconds)
+    asking = _Asking(owners, questions, owned, spec, seconds, go_on)
     while True:
         try:
             found = asking.found()
         except _Missing:
-            continue
+            if go_on:
+                continue
+            return [], asking.failed
         failed = asking.failed
         return [
             Answer(some, tuple(str(one) for one in who if one.number in failed))
@@ -75,11 +80,13 @@ class _Asking:
         owned: Sequence[Sequence[Owner]],
         spec: SignatureSpec,
         seconds: float,
+        go_on: bool,
     ) -> None:
         self._owners, self._questions, self._owned = owners, questions, owned
         self._spec = spec
         self._ends = time.monotonic() + seconds
-        self._goes_on = any(len(who) > 1 for who in owned)
+        self._go_on = go_on
+        self._spread = any(len(who) > 1 for who in owned)
         self._fetched: dict[int, Fetched] = {}
         self.failed: dict[int, Exception] = {}
         wanted: dict[int, list[tuple[bool, Question]]] = {}
@@ -94,7 +101,8 @@ class _Asking:
     def _read(self, wanted: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
         left = self._ends - time.monotonic()
         # Who does not answer now must leave time to go on without it.
-        answers, failed = self._owners.read(wanted, left / 2 if self._goes_on else left)
+        seconds = left / 2 if self._go_on and self._spread else left
+        answers, failed = self._owners.read(wanted, seconds)
         self.failed |= failed
         return answers
 
@@ -104,8 +112,10 @@ class _Asking:
         Raises
         ------
         _Missing
-            If one more partition failed.
+            If one more partition failed, or one where it is not to go on without.
         """
+        if self.failed and not self._go_on:
+            raise _Missing
         results: list[Any] = [None] * len(self._questions)
         chosen: dict[int, list[list[tuple[int, int]]]] = {}
         for number, (question, who) in enumerate(zip(self._questions, self._owned, strict=True)):

@@ -11,19 +11,23 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import ActorDiedError, RayError
 
 from hybridmem.errors import HybridMemError, PartitionError
-from hybridmem.integrations.ray._actors import Disk, partition_name
+from hybridmem.integrations.ray._actors import Disk, partition_name, reason
 from hybridmem.integrations.ray._partition import Op
 from hybridmem.integrations.ray._views import NOTHING, Mark
 
-__all__ = ["TICK_S", "Calls", "Job", "Owner", "Replica"]
+__all__ = ["TICK_S", "Calls", "Dead", "Job", "Owner", "Replica"]
 
 #: Seconds between looks at answers, and before a replica that failed is asked again.
 TICK_S, _PAUSE_S = 0.1, 0.05
 #: Seconds after which is looked again which nodes are up.
 _LOOK_S = 1.0
+
+
+class Dead(PartitionError):
+    """The actor of a replica is dead, and Ray does not start it again."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -239,10 +243,15 @@ def _reading(owner: Owner, args: tuple[Any, ...]) -> Callable[[Replica, float], 
 
 
 def _outcome(ref: Any) -> tuple[str, Any]:
-    """Return what came of a call: "ok", "behind", "error", or "gone" where nobody answered."""
+    """Return what came of a call: "ok", "behind", "error"; "gone" or "dead" where nobody answered.
+
+    Ray starts the actor again where it is gone; where it is dead `Cluster.repair` does.
+    """
     try:
         kind, value = ray.get(ref)
+    except ActorDiedError as error:
+        why = str(error).strip().splitlines()[-1]
+        return "dead", Dead(f"{why} Ray starts no other; repair() does, or opening it again")
     except RayError as error:
-        first = (str(error).splitlines() or [""])[0]
-        return "gone", PartitionError(f"{type(error).__name__}: {first}")
+        return "gone", PartitionError(reason(error))
     return kind, value

@@ -48,7 +48,8 @@ class Cluster(Memory):
     route : {"layer", "hash"}
         Whether a partition holds whole layers, or every so manieth entry of each.
     deadline_s : float
-        Seconds in which a question is answered.
+        Seconds in which a question is answered; with "report", partitions have half of it, as what
+        the others found is fetched then.
     on_missing : {"raise", "report"}
         What happens where a partition has not answered then: a PartitionError, or an answer from
         the others that names it in `Hits.missing`.
@@ -156,12 +157,13 @@ class Cluster(Memory):
                 self._centring.check(layers)
         centres = self._signatures.centres
         owned = [self._of_layer(question.layer_idx) for question in questions]
+        go_on = self.on_missing == "report"
         answers, failed = ask(
-            self._owners, questions, owned, self.config.signature, self.deadline_s
+            self._owners, questions, owned, self.config.signature, self.deadline_s, go_on
         )
         if self._signatures.centres is not centres or (self._centring.unsettled.keys() & layers):
             raise Gone
-        if failed and self.on_missing == "raise":
+        if failed and not go_on:
             raise self._missing(failed)
         self._queries += sum(len(question.queries) for question in questions)
         self._hits += sum(len(found) for answer in answers for found in answer.found)

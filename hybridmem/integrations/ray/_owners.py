@@ -300,7 +300,12 @@ def failures(what: str, failed: Mapping[Any, Exception]) -> PartitionError:
     """Return the error that names all that failed."""
     full = failed and all(isinstance(error, StoreFullError) for error in failed.values())
     kind = PartitionFullError if full else PartitionError
-    said = "; ".join(f"{where}: {type(why).__name__}: {why}" for where, why in failed.items())
+    said = "; ".join(
+        f"{where}: {why}"
+        if isinstance(why, PartitionError)
+        else f"{where}: {type(why).__name__}: {why}"
+        for where, why in failed.items()
+    )
     return kind(f"{what} failed: {said}", partitions=[str(where) for where in failed])
 
 

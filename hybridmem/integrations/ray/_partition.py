@@ -132,9 +132,11 @@ class Partition:
     path : Path
         Directory of the store. Where there is none the partition is empty until it is made.
     mode : {"r+", "r"}
+    take_up : bool, default True
+        Open the store that is there; without, it is to be replaced.
     """
 
-    def __init__(self, path: Path, mode: str = "r+") -> None:
+    def __init__(self, path: Path, mode: str = "r+", *, take_up: bool = True) -> None:
         self._path = path
         self._mode = mode
         self._applied: int | None = None if mode == "r+" else 0
@@ -143,8 +145,9 @@ class Partition:
         self._changed = threading.Condition()
         self._lent: contextlib.ExitStack = contextlib.ExitStack()
         self._store: Store | None = None
-        with contextlib.suppress(StoreNotFoundError):
-            self._store = opening.open(path, mode)
+        if take_up:
+            with contextlib.suppress(StoreNotFoundError):
+                self._store = opening.open(path, mode)
 
     @property
     def store(self) -> Store:

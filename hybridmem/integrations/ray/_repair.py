@@ -10,7 +10,7 @@ import ray
 
 from hybridmem.errors import HybridMemError, PartitionError
 from hybridmem.integrations.ray._actors import Disk, Places
-from hybridmem.integrations.ray._calls import Job, Owner, Replica
+from hybridmem.integrations.ray._calls import Dead, Job, Owner, Replica
 from hybridmem.integrations.ray._owners import LEFT_BEHIND, Owners, failures
 from hybridmem.integrations.ray._partition import State
 
@@ -33,16 +33,16 @@ def repair(owners: Owners, places: Places) -> tuple[list[str], int]:
     Raises
     ------
     PartitionError
-        Naming the partitions that are short of replicas still, and why.
+        Naming the partitions that are short of replicas still, and replicas that do not answer;
+        and why.
     """
     with owners.committing:
         return _repaired(owners, places)
 
 
 def _repaired(owners: Owners, places: Places) -> tuple[list[str], int]:
-    _leave(owners)
+    failed: dict[Any, Exception] = dict(_leave(owners))
     found = places.disks(make=True)
-    failed: dict[Owner, Exception] = {}
     made: list[str] = []
     next_id = 0
     for owner in owners.all:
@@ -68,8 +68,14 @@ def _repaired(owners: Owners, places: Places) -> tuple[list[str], int]:
     return made, next_id
 
 
-def _leave(owners: Owners) -> None:
-    """Give up replicas on nodes that are gone, and those whose store is gone, damaged or older."""
+def _leave(owners: Owners) -> dict[Replica, Exception]:
+    """Give up replicas on nodes that are gone, dead ones, and damaged or older ones.
+
+    Returns
+    -------
+    dict of Replica to Exception
+        Those that are left and do not answer.
+    """
     up = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
     states, failed = owners.gather(owners.jobs("state"), _LOOK_S)
     for owner in owners.all:
@@ -77,10 +83,13 @@ def _leave(owners: Owners) -> None:
             one
             for one in owner.replicas
             if one.disk.node_id not in up
+            or isinstance(failed.get(one), Dead)
             or not isinstance(failed.get(one, PartitionError("")), PartitionError)
             or (one in states and not states[one].mark.holds(owner.mark))
         ]
         owners.give_up(owner, gone)
+    left = [one for owner in owners.all for one in owner.replicas]
+    return {one: failed[one] for one in left if one in failed}
 
 
 def _another(
@@ -94,7 +103,7 @@ def _another(
             loads[one.disk.identity] = loads.get(one.disk.identity, 0) + 1
     free = sorted(
         (disk for disk in found if disk.identity not in holding),
-        key=lambda disk: loads[disk.identity],
+        key=lambda disk: (owner.number not in disk.partitions, loads[disk.identity]),
     )
     again = [disk for disk in free if owner.number in disk.partitions]
     if not free:
