@@ -3,7 +3,7 @@
 Starts a Ray cluster of three nodes on this machine, each with a directory for its disk; on real
 machines `ray start` does that, and every node uses its own disk under the same path::
 
-    pip install 'hybridmem[ray]'
+    pip install '.[ray]'
     python examples/ray_three_nodes.py [--entries 300]
 
 Every partition has two replicas at first. Then the same once more with one replica, where queries
@@ -40,6 +40,9 @@ def main() -> None:
     entries = parser.parse_args().entries
     with tempfile.TemporaryDirectory(prefix="hm", ignore_cleanup_errors=True) as folder:
         os.environ["RAY_TMPDIR"] = folder
+        # Ray's workers look for modules first in the directory that a program was started in, where
+        # a copy of the source may be that was never built.
+        os.chdir(folder)
         nodes = Cluster()
         try:
             by_name = {name: add(nodes, Path(folder), name) for name in "abc"}

@@ -3,6 +3,16 @@
 import importlib
 from typing import Any
 
+try:
+    importlib.import_module("hybridmem._kernels")
+except ModuleNotFoundError as error:
+    if error.name != "hybridmem._kernels":
+        raise
+    raise ImportError(
+        f"hybridmem in {__path__[0]} is a copy of the source whose compiled part was not built: "
+        "start Python in another directory, or build it here with `pip install -e .`"
+    ) from error
+
 from hybridmem import hdc
 from hybridmem._kernels import simd_level
 from hybridmem._layered import Layered, layered

@@ -130,3 +130,21 @@ def test_the_wheel_works_in_a_new_environment(built: Path, tmp_path: Path) -> No
     assert "pip install 'hybridmem[cli]'" in script.stderr
     run(programs / "python", "-m", "pip", "install", "--quiet", f"{wheel}[cli]", cwd=tmp_path)
     assert "1 of 64 tokens" in run(programs / "hybridmem", "info", "mem", cwd=tmp_path)
+
+
+def test_a_copy_of_the_source_that_was_not_built_says_so(tmp_path: Path) -> None:
+    not_built = shutil.ignore_patterns("*.so", "*.pyd", "__pycache__")
+    shutil.copytree(ROOT / "hybridmem", tmp_path / "hybridmem", ignore=not_built)
+    said = run(sys.executable, "-c", ASK, cwd=tmp_path)
+    assert said.startswith(f"hybridmem in {tmp_path / 'hybridmem'} is a copy of the source whose ")
+    assert "pip install -e ." in said
+
+
+ASK = """
+import sys
+sys.path.insert(0, "")
+try:
+    import hybridmem
+except ImportError as error:
+    print(error)
+"""
