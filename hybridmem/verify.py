@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from hybridmem import opening
+from hybridmem import _snapshot, opening
 from hybridmem._adopting import adopt
 from hybridmem._codec import Tensor
+from hybridmem._copies import new_directory
 from hybridmem._examine import Examined, examine
-from hybridmem._fileio import Directory
+from hybridmem._fileio import Directory, path_of
 from hybridmem._format import PARTS
 from hybridmem._sums import check_sums
 from hybridmem.config import Config
@@ -66,7 +67,9 @@ def salvage(
 
     Parameters
     ----------
-    src, dst : path
+    src : path
+    dst : path
+        There must be nothing yet. After a crash it is complete or not there.
     config : Config, optional
         The configuration that the store was made with, for where index.json is damaged. Records
         that do not match its checksums are left out; without an index.json nothing checks them.
@@ -88,8 +91,10 @@ def salvage(
     try:
         examined = examine(directory, config=config, progress=progress)
         try:
-            with opening.create(dst, config=examined.manifest.config) as store:
-                adopt(store, _sound(examined), examined.manifest)
+            with new_directory(path_of(dst, "dst")) as target:
+                _snapshot.initialise(target, examined.manifest.config)
+                with opening.open(target.path) as store:
+                    adopt(store, _sound(examined), examined.manifest)
         finally:
             examined.pool.close()
         return _report(directory, examined)

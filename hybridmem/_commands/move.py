@@ -44,6 +44,8 @@ def snapshot(store: str, target: str, copy: bool) -> None:
                 if attempt == _ATTEMPTS - 1:
                     raise
                 opened.refresh()
+            except ValueError as error:
+                fail(str(error))
         stats = opened.stats()
     entries = text.plural(stats.entries, "entry")
     emit(
@@ -100,7 +102,10 @@ def export(store: str, file: str, layer: int | None) -> None:
     A writer may have the store open.
     """
     with progress_bar("export") as progress:
-        count = export_store(store, file, layer_idx=layer, progress=progress)
+        try:
+            count = export_store(store, file, layer_idx=layer, progress=progress)
+        except ValueError as error:
+            fail(str(error))
     n_bytes = os.path.getsize(file)
     emit(
         {"path": file, "entries": count, "bytes": n_bytes},

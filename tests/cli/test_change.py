@@ -42,7 +42,7 @@ def test_verify_names_faults_and_salvage_keeps_the_rest(store: Path, tmp_path: P
     listed = {entry["entry_id"] for entry in document("ls", tmp_path / "new")["entries"]}
     assert fault["entry_id"] not in listed
     assert len(listed) == ENTRIES - 3
-    assert "holds a store" in run("salvage", store, tmp_path / "new", code=1).stderr
+    assert "exists" in run("salvage", store, tmp_path / "new", code=1).stderr
     run("verify", tmp_path / "nowhere", code=4)
 
 

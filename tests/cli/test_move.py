@@ -69,3 +69,10 @@ def test_export_and_import_are_a_round_trip(store: Path, tmp_path: Path) -> None
     run("import", tmp_path / "nothing", tmp_path / "b2", code=4)
     file.write_bytes(file.read_bytes()[:-1])
     run("import", file, tmp_path / "b2", code=3)
+
+
+@pytest.mark.parametrize("command", ["snapshot", "export", "pack"])
+def test_nothing_is_made_inside_the_store(command: str, store: Path) -> None:
+    before = sorted(store.iterdir())
+    assert "is inside the store" in run(command, store, store / "new", code=1).stderr
+    assert sorted(store.iterdir()) == before

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import hybridmem
+from hybridmem.testing import Recorder, crash_states, installed
 from hybridmem.verify import salvage, verify
 
 from .book import read
@@ -140,6 +141,25 @@ def test_each_fault_is_named_and_the_rest_kept(
     assert verify(path).ok
     with hybridmem.open(path) as store:
         assert len(store) == len(saved) + 1
+
+
+def test_what_was_salvaged_is_there_whole_or_not_at_all(path: Path, tmp_path: Path) -> None:
+    """An empty store in its place would verify, and be taken for all that could be kept."""
+    recorder = Recorder(tmp_path)
+    with installed(recorder):
+        sound = salvage(path, tmp_path / "saved").sound
+    seen = set()
+    for number, state in enumerate(crash_states(recorder)):
+        after = tmp_path / f"state {number}"
+        state.build(after)
+        there = (after / "saved").exists()
+        if there:
+            assert verify(after / "saved").ok
+            with hybridmem.open(after / "saved", mode="r") as store:
+                assert len(store) == sound
+        seen.add(there)
+        shutil.rmtree(after)
+    assert seen == {True, False}
 
 
 def test_records_that_a_damaged_index_is_wrong_about_are_not_kept(
