@@ -8,6 +8,7 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -190,10 +191,12 @@ class Copies:
         self.sent = 0
 
     def put(self, *flushing: int) -> None:
-        for number, store in enumerate(self.stores):
-            store.put(matrix(1), matrix(2), 0)
-            if number in flushing:
-                store.flush()
+        """Put an entry into both, at one time as the writer of a cluster does."""
+        with mock.patch("time.time_ns", return_value=time.time_ns()):
+            for number, store in enumerate(self.stores):
+                store.put(matrix(1), matrix(2), 0)
+                if number in flushing:
+                    store.flush()
 
     def send(self, number: int) -> None:
         from hybridmem.integrations.ray import _remote
@@ -254,6 +257,10 @@ def test_a_copy_that_is_ahead_is_not_replaced(tmp_path: Path) -> None:
     copies.send(0)
     with pytest.raises(hybridmem.StoreIOError, match="come further than the partition"):
         copies.send(1)
+    copies.stores[1].put(matrix(1), matrix(2), 0)  # as many entries, of another history
+    copies.stores[1].flush()
+    with pytest.raises(hybridmem.StoreIOError, match="come further than the partition"):
+        copies.send(1)
     assert copies.held() == [1, 2]
     copies.close()
 
@@ -274,3 +281,31 @@ def test_a_copy_that_was_not_finished_is_none(tmp_path: Path) -> None:
     assert copies.held() == [1, 2, 3]
     assert not cut.exists()
     copies.close()
+
+
+def test_what_is_taken_replaces_nothing_before_all_is_there(tmp_path: Path) -> None:
+    from hybridmem.integrations.ray._partition import Partition
+
+    with hybridmem.create(tmp_path / "partition-0000", **CONFIG) as store:
+        store.put(matrix(1), matrix(2), 0)
+    with hybridmem.create(tmp_path / "other", **CONFIG) as other:
+        for _ in range(3):
+            other.put(matrix(1), matrix(2), 0)
+    files = [
+        (path.name, [path.read_bytes()])
+        for path in sorted((tmp_path / "other").iterdir())
+        if path.name != "lock"
+    ]
+
+    def ends_early() -> Any:
+        yield files[0]
+        raise hybridmem.StoreIOError("the other went away")
+
+    partition = Partition(tmp_path / "partition-0000")
+    with pytest.raises(hybridmem.StoreIOError, match="went away"):
+        partition.replace(ends_early())
+    assert partition.read_count() == 1
+    partition.replace(files)
+    assert partition.read_count() == 3
+    partition.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "partition-0000"]

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from crc32c import crc32c
 
 from hybridmem import _adopting, _copies, _source, opening
 from hybridmem._codec import Tensor
@@ -101,7 +100,7 @@ class State(NamedTuple):
         Grows where a replica was left behind, on those that were not.
     mark : Mark
     digest : int
-        Of the ids and calibrated layers: equal where two replicas hold the same.
+        Equal where two replicas hold the same.
     """
 
     config: Config
@@ -385,9 +384,7 @@ class Partition:
         with contextlib.closing(Directory(self._path.parent)) as parent:
             view = views.read(parent, views.own_name(self._path.name))
         with store._lock:
-            digest = crc32c(self.read_ids().tobytes())
-            digest = crc32c(repr(sorted(store.calibration)).encode(), digest)
-            return State(store.config, view, self.mark(), digest)
+            return State(store.config, view, self.mark(), views.digest_of(store))
 
     def set_view(self, view: int) -> None:
         """Write down that replicas of an older view were left behind."""
@@ -436,14 +433,19 @@ class Partition:
         self._lent.close()
 
     def replace(self, files: Iterable[tuple[str, Iterable[Buffer]]]) -> None:
-        """Take these files in place of the store that is here."""
+        """Take these files in place of the store that is here, once all of them are."""
+        taken = self._path.with_name(f"{self._path.name}.taken")
+        _remove(taken)  # of a process that died
+        with _copies.new_directory(taken) as target:
+            for name, pieces in files:
+                target.write_file(name, [(0, pieces)])
         if self._store is not None:
             self._store.close()
             self._store = None
         _remove(self._path)
-        with _copies.new_directory(self._path) as target:
-            for name, pieces in files:
-                target.write_file(name, [(0, pieces)])
+        with contextlib.closing(Directory(taken.parent)) as parent:
+            parent.rename(taken.name, self._path.name)
+            parent.sync()
         self._store = opening.open(self._path, self._mode)
         with self._changed:
             self._applied = None

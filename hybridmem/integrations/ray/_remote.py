@@ -2,8 +2,8 @@
 
     <url>/cluster.json
     <url>/partition-0003/shards/shard_0000-<checksum>.safetensors
-    <url>/partition-0003/commits/<how far it has come>-<hex>/entries.bin
-    <url>/partition-0003/commits/<how far it has come>-<hex>/index.json    the last file of a commit
+    <url>/partition-0003/commits/<how far it came>-<digest>-<hex>/entries.bin
+    <url>/partition-0003/commits/<how far it came>-<digest>-<hex>/index.json    the last file
 
 Replicas have files of one name that differ, so names tell what is in them, and nothing is replaced.
 Files that only older commits need go when a newer one is whole.
@@ -17,12 +17,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from hybridmem import opening
 from hybridmem._entries import ENTRIES_NAME
 from hybridmem._fileio import Buffer, Directory
 from hybridmem._format import shard_name
 from hybridmem._manifest import INDEX_NAME, Manifest, ShardInfo, read_manifest
 from hybridmem.errors import StoreExistsError, StoreIOError, StoreNotFoundError
-from hybridmem.integrations.ray._views import encoded, mark_of
+from hybridmem.integrations.ray._views import digest_of, encoded, mark_of
 
 __all__ = ["check_url", "claim", "download", "upload"]
 
@@ -77,17 +78,19 @@ def upload(snapshot: Path, url: str) -> None:
     with _named("copying to", url), contextlib.closing(Directory(snapshot)) as directory:
         manifest = read_manifest(directory)
         far = "-".join(f"{part:020d}" for part in mark_of(manifest))
+        with opening.open(snapshot, mode="r") as store:
+            same = f"{far}-{digest_of(store):08x}"
         fs, base = fsspec.core.url_to_fs(url)
         fs.invalidate_cache()
         newest = max(map(_name, _whole_commits(fs, base)), default="")
-        if newest.startswith(far):
+        if newest.startswith(same):
             return
         if newest > far:
             raise StoreIOError(
-                "the copy there has come further than the partition, in whose place an older one "
-                "must be: let repair() take the copy, or remove it"
+                "the copy there has come further than the partition, which has gone on from an "
+                "older one: let repair() take the copy, or remove it"
             )
-        commit = f"{far}-{secrets.token_hex(4)}"
+        commit = f"{same}-{secrets.token_hex(4)}"
         fs.makedirs(f"{base}/shards", exist_ok=True)
         fs.makedirs(f"{base}/commits/{commit}", exist_ok=True)
         there = {_name(one["name"]): one["size"] for one in fs.ls(f"{base}/shards", detail=True)}

@@ -11,11 +11,23 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hybridmem._checksums import crc32c
 from hybridmem._fileio import Directory
 from hybridmem._manifest import Manifest
 from hybridmem.errors import CorruptStoreError
+from hybridmem.store import Store
 
-__all__ = ["NOTHING", "Mark", "encoded", "known_name", "mark_of", "own_name", "read", "write"]
+__all__ = [
+    "NOTHING",
+    "Mark",
+    "digest_of",
+    "encoded",
+    "known_name",
+    "mark_of",
+    "own_name",
+    "read",
+    "write",
+]
 
 
 class Mark(NamedTuple):
@@ -49,6 +61,19 @@ def mark_of(manifest: Manifest) -> Mark:
     next_entry_id = manifest.next_entry_id
     gone = next_entry_id - (manifest.n_records - dead)
     return Mark(next_entry_id, gone, len(manifest.calibration))
+
+
+def digest_of(store: Store) -> int:
+    """Return a checksum of what entries there are, with their times, and of calibrated layers.
+
+    Equal where two stores hold the same; not where each went on from there by itself.
+    """
+    with store._lock:
+        rows = store._table.alive_rows()
+        digest = crc32c(repr(sorted(store.calibration)).encode())
+        for name in ("entry_id", "timestamp"):
+            digest = crc32c(store._table.column(name)[rows].tobytes(), digest)
+        return digest
 
 
 def own_name(partition: str) -> str:
