@@ -202,12 +202,52 @@ def clusters() -> str:
     )
 
 
+def prefix() -> str:
+    """First stages that read the first bits only, of a large layer."""
+    recall = {(r["tokens"], r["bits"], r["share"]): r for r in read("prefix")}
+    names = {
+        "10,000": "10,000 entries, the whole scan",
+        "whole scan": "the whole scan",
+        "as it is": "`approximate=True`",
+        "two tokens": "its first stage alone",
+    }
+    fast = {row["first"]: row["milliseconds"] for row in read("prefix-avx512")}
+    rows = []
+    for row in read("prefix-avx2"):
+        name, found = names.get(row["first"]), ("", "")
+        if name is None:
+            tokens, bits, share = row["first"].split(",")
+            name = f"{tokens} tokens by {bits} bits, 1/{share}"
+            of = recall[tokens, bits, share]
+            found = (f"{float(of['large']):.3f}", f"{float(of['one_layer']):.3f}")
+        both = (row["milliseconds"], fast[row["first"]])
+        rows.append((name, *found, *(f"{float(one):.1f} ms" for one in both)))
+    return table(("first stage", "of the ten best", "the same, one layer", "AVX2", "AVX-512"), rows)
+
+
+def pooled() -> str:
+    """One signature an entry: what it finds of the exact order by the mean keys."""
+    return table(
+        ("ranking", "alone", "of its top 40", "of its top 100"),
+        (
+            (
+                row["ranking"],
+                *(
+                    between(row, f"top_{times}k", f"top_{times}k_low", f"top_{times}k_high", ".3f")
+                    for times in (1, 4, 10)
+                ),
+            )
+            for row in read("pooled")
+        ),
+    )
+
+
 def wide() -> str:
     """Folded input against the transform of the whole width."""
     return table(
         (
-            "keys", "ten best, folded", "ten best, whole", "difference",
-            "facts, folded", "facts, whole", "64 tokens, folded", "64 tokens, whole",
+            "keys", "ten best, folded", "ten best, whole", "difference", "between seeds",
+            "facts, folded", "facts, whole", "difference", "64 tokens, folded", "64 tokens, whole",
         ),
         (
             (
@@ -215,12 +255,14 @@ def wide() -> str:
                 f"{float(row['folded_recall']):.3f}",
                 f"{float(row['whole_recall']):.3f}",
                 between(row, "recall_more", "recall_more_low", "recall_more_high", "+.3f"),
+                f"{float(row['recall_between_seeds']):.3f}",
                 f"{float(row['folded_facts']):.3f}",
                 f"{float(row['whole_facts']):.3f}",
-                f"{float(row['folded_us_per_64_tokens']):,.0f} us",
-                f"{float(row['whole_us_per_64_tokens']):,.0f} us",
+                between(row, "facts_more", "facts_more_low", "facts_more_high", "+.3f"),
+                f"{float(took['folded']):.0f} us",
+                f"{float(took['whole']):.0f} us",
             )
-            for row in read("wide")
+            for row, took in zip(read("wide"), read("wide-time"), strict=True)
         ),
     )  # fmt: skip
 
@@ -234,6 +276,8 @@ def renewed(page: str) -> str:
         "gemma": gemma,
         "sizes-choose": sizes,
         "stages": stages,
+        "prefix": prefix,
+        "pooled": pooled,
         "clusters": clusters,
         "wide": wide,
     }
