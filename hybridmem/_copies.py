@@ -16,7 +16,7 @@ from hybridmem._manifest import INDEX_NAME, Manifest
 from hybridmem._shards import check_files
 from hybridmem.errors import SnapshotGoneError, StoreExistsError, StoreIOError
 
-__all__ = ["check_outside", "check_vacant", "new_directory", "snapshot"]
+__all__ = ["check_outside", "check_vacant", "new_directory", "snapshot", "unless_compacted"]
 
 _PIECE_RECORDS = 8192
 _PIECE_BYTES = 8 << 20
@@ -61,6 +61,24 @@ def new_directory(path: Path) -> Iterator[Directory]:
         parent.sync()
     finally:
         parent.close()
+
+
+@contextlib.contextmanager
+def unless_compacted(store: Path, copy: str) -> Iterator[None]:
+    """Say what to do where a writer removes what a reader copies; `copy` names that in a word.
+
+    Raises
+    ------
+    SnapshotGoneError
+        In place of one that says what file is gone.
+    """
+    try:
+        yield
+    except SnapshotGoneError as error:
+        raise SnapshotGoneError(
+            f"the writer compacted {store} meanwhile ({error}): try again, or make a snapshot and "
+            f"{copy} that"
+        ) from None
 
 
 def snapshot(

@@ -13,13 +13,12 @@ from hybridmem._adopting import adopt
 from hybridmem._alike import check_alike
 from hybridmem._codec import Tensor
 from hybridmem._commit import RESERVE_NAME
-from hybridmem._copies import check_outside, new_directory
+from hybridmem._copies import check_outside, new_directory, unless_compacted
 from hybridmem._entries import Bytes
 from hybridmem._fileio import LOCK_NAME, path_of
 from hybridmem._format import PARTS
 from hybridmem._manifest import Calibration
 from hybridmem._sums import write_sums
-from hybridmem.errors import SnapshotGoneError
 from hybridmem.store import Store
 
 __all__ = ["pack"]
@@ -78,19 +77,13 @@ def pack(
             check_alike(like, store)
             manifest = manifest.replace(calibration=_calibration(store, like))
         config = manifest.config.replace(max_entries=0, max_disk_bytes=0)
-        try:
-            with new_directory(path) as target:
-                _snapshot.initialise(target, config)
-                with opening.open(target.path) as made:
-                    adopt(made, _entries(store, manifest.calibration, progress), manifest)
-                for name in (LOCK_NAME, RESERVE_NAME):  # of no use to readers
-                    target.remove(name)
-                write_sums(target)
-        except SnapshotGoneError as error:
-            raise SnapshotGoneError(
-                f"the writer compacted {store.path} meanwhile ({error}): try again, or make a "
-                "snapshot and pack that"
-            ) from None
+        with unless_compacted(store.path, "pack"), new_directory(path) as target:
+            _snapshot.initialise(target, config)
+            with opening.open(target.path) as made:
+                adopt(made, _entries(store, manifest.calibration, progress), manifest)
+            for name in (LOCK_NAME, RESERVE_NAME):  # of no use to readers
+                target.remove(name)
+            write_sums(target)
         return len(store)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from hybridmem import _arrays, _snapshot, _source, opening
 from hybridmem._adopting import adopt
 from hybridmem._checksums import crc32c
 from hybridmem._codec import Codec, Tensor
-from hybridmem._copies import check_outside, check_vacant, new_directory
+from hybridmem._copies import check_outside, check_vacant, new_directory, unless_compacted
 from hybridmem._fileio import Buffer, Directory, path_of
 from hybridmem._format import (
     COLUMN_BYTES,
@@ -28,12 +29,7 @@ from hybridmem._format import (
     record_dtype,
 )
 from hybridmem._manifest import Manifest
-from hybridmem.errors import (
-    CorruptStoreError,
-    SnapshotGoneError,
-    StoreNotFoundError,
-    VersionError,
-)
+from hybridmem.errors import CorruptStoreError, StoreNotFoundError, VersionError
 from hybridmem.store import Store
 
 __all__ = ["export_store", "import_store"]
@@ -97,17 +93,12 @@ def export_store(
         check_outside(store.path, path)
         layer = None if layer_idx is None else _arrays.layer_index(layer_idx)
         rows = store._table.alive_rows(layer)
-        directory = Directory.make(path.parent)
-        try:
+        with (
+            unless_compacted(store.path, "export"),
+            contextlib.closing(Directory.make(path.parent)) as directory,
+        ):
             directory.write_file(path.name, [(0, _written(store, rows, progress))])
             directory.sync()
-        except SnapshotGoneError as error:
-            raise SnapshotGoneError(
-                f"the writer compacted {store.path} meanwhile ({error}): try again, or make a "
-                "snapshot and export that"
-            ) from None
-        finally:
-            directory.close()
         return len(rows)
 
 

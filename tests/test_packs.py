@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import hybridmem
-from hybridmem import verify
+from hybridmem import archive, verify
 
 WIDTH = 16
 CONFIG: dict[str, Any] = {"embed_dim": WIDTH, "hdc_dim": 256}
@@ -336,3 +336,25 @@ def test_processes_share_the_pages_of_a_pack(tmp_path: Path, rng: Any) -> None:
         kib[line.split()[0]] += int(line.split()[1])
     assert kib["Rss:"] >= 8 * rows.nbytes // 1024
     assert kib["Private_Clean:"] + kib["Private_Dirty:"] == 0
+
+
+@pytest.mark.parametrize(
+    ("make", "copy"), [(hybridmem.pack, "pack"), (archive.export_store, "export")]
+)
+def test_a_writer_that_compacts_meanwhile_is_named(make: Any, copy: str, tmp_path: Path) -> None:
+    row = np.ones((1, 8), np.float32)
+    with hybridmem.create(tmp_path / "mem", embed_dim=8, shard_max_bytes=1) as store:
+        for _ in range(6):
+            store.put(row, row, 0)
+        store.flush()
+
+        def compact(*_: int) -> None:
+            if len(store) == 6:
+                store.delete(6)
+                store.compact()
+
+        words = rf"compacted .*mem meanwhile \(.*\): try again, or make a snapshot and {copy} that"
+        with pytest.raises(hybridmem.SnapshotGoneError, match=words):
+            make(tmp_path / "mem", tmp_path / "made", progress=compact)
+        assert [path.name for path in tmp_path.iterdir()] == ["mem"]
+        make(tmp_path / "mem", tmp_path / "made")

@@ -197,7 +197,7 @@ MUTANTS = (
            "(*report.faults, *check_sums(directory))", "report.faults", "tests/test_packs.py"),
     Mutant("an entry that went during a search of several stores is found", "_finding",
            "        if self._removals != self.finder._signatures.removals:", "        if False:",
-           "tests/test_layered.py -k goes_during"),
+           "tests/test_layered_life.py -k goes_during"),
 )  # fmt: skip
 
 
