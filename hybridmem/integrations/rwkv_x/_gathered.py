@@ -56,15 +56,17 @@ class GatheredRows:
         width = keys.shape[-1]
         n = found_rows + keys.shape[1] + room
         with torch.inference_mode(False):  # tensors that may be written to in any mode
-            room_of_both = _room(2 * n * width, keys.device)
-            self._keys, self._values = room_of_both.view(2, heads, -1).unbind()
-            self._keys = self._keys.view(heads, width // heads, n)
-            self._values = self._values.view(heads, n, width // heads)
+            by_column, by_row = _room(2 * n * width, keys.device).view(2, heads, -1)
+            self._keys = by_column.view(heads, width // heads, n)
+            self._values = by_row.view(heads, n, width // heads)
             self._own = Rows(
                 keys.new_empty((room, width)),
                 keys.new_empty((room, width)),
                 torch.full((room, 2), UNKNOWN, dtype=torch.float64),
             )
+            self._nothing = by_row.new_zeros(1)
+        # A token writes its row into each of these: [n, heads, head size].
+        self._places = self._keys.permute(2, 0, 1), self._values.transpose(0, 1)
         tensors = (self._keys, self._values, self._own.keys, self._own.values)
         self.nbytes = sum(tensor.nbytes for tensor in tensors)
         self._scale = self._keys.shape[1] ** -0.5
@@ -86,11 +88,9 @@ class GatheredRows:
             self._write(at, as_tensor(keys), as_tensor(values))
         self._first, self._key = at, found.key
 
-    def _write(self, at: int, keys: Tensor, values: Tensor) -> None:
-        heads, head_size, _ = self._keys.shape
-        place = slice(at, at + len(keys))
-        self._keys[:, :, place] = keys.view(-1, heads, head_size).permute(1, 2, 0)
-        self._values[:, place] = values.view(-1, heads, head_size).transpose(0, 1)
+    def _write(self, at: int, *rows: Tensor) -> None:
+        for place, some in zip(self._places, rows, strict=True):
+            place[at : at + len(some)] = some.view(-1, *place.shape[1:])
 
     def holds(self, cache: Tensor, rows: int = 0) -> bool:
         """Whether they are of this cache, with room for a token and so many rows found."""
@@ -100,17 +100,23 @@ class GatheredRows:
             and self._waiting < len(self._own.keys)
         )
 
-    def append(self, key: Tensor, value: Tensor) -> Rows:
-        """Write the row of the next position behind the others; return all that wait."""
-        at, n = self._waiting, self._count
-        own, head = self._own, self._keys.shape[:2]
-        own.keys[at].copy_(key[0])
-        own.values[at].copy_(value[0])
-        self._keys[:, :, n].copy_(key.view(head))
-        self._values[:, n].copy_(value.view(head))
+    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Write the row of the next position behind the others.
+
+        Returns
+        -------
+        tuple of Tensor
+            Keys, values, and positions and losses of all rows that wait.
+        """
+        at, n, own = self._waiting, self._count, self._own
+        keys, values = self._places
+        own.keys[at], own.values[at] = key, value
+        keys[n], values[n] = key.view(keys.shape[1:]), value.view(keys.shape[1:])
         self._waiting, self._count = at + 1, n + 1
         self.left -= 1
-        return own.take(slice(at + 1))
+        whole = own.keys, own.values, own.meta
+        waiting = [rows.narrow(0, 0, at + 1) for rows in whole]
+        return waiting[0], waiting[1], waiting[2]
 
     def _append(self, rows: Rows) -> None:
         place = slice(self._waiting, self._waiting + len(rows))
@@ -125,9 +131,15 @@ class GatheredRows:
         """Attend to all rows with one query, `[1, width]`; computed in float32."""
         heads, head_size, _ = self._keys.shape
         first, n = self._first, self._count - self._first
-        scaled = (query.float() * self._scale).view(heads, 1, head_size)
-        scores = torch.bmm(scaled, self._keys.narrow(2, first, n))
-        mixed = torch.bmm(torch.softmax(scores, -1), self._values.narrow(1, first, n))
+        keys, values = self._keys.narrow(2, first, n), self._values.narrow(1, first, n)
+        scores = torch.baddbmm(
+            self._nothing,
+            query.float().view(heads, 1, head_size),
+            keys,
+            beta=0,
+            alpha=self._scale,
+        )
+        mixed = torch.bmm(torch.softmax(scores, -1), values)
         return mixed.view(1, -1).to(query.dtype)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hybridmem.integrations.rwkv_x._centring import Centring
-from hybridmem.integrations.rwkv_x._conversation import STATE_KEY, Conversation, Rows
+from hybridmem.integrations.rwkv_x._conversation import STATE_KEY, Conversation
 from hybridmem.integrations.rwkv_x._found import Found, FoundRows
 from hybridmem.integrations.rwkv_x._gathered import Gathered, GatheredRows
 from hybridmem.results import Entry, Hit
@@ -191,16 +191,16 @@ class Tier:
         layer: int,
         layer_state: dict[str, Any],
         query: Tensor,
-        waiting: Rows,
+        waiting: tuple[Tensor, Tensor, Tensor],
         rows: GatheredRows,
     ) -> None:
-        """Move a state on by one token of decode."""
+        """Move a state on by one token of decode, after which these rows wait."""
         plain = dict(layer_state[STATE_KEY])  # the one before may be that of a branch
         plain["seen"] += 1
         plain["queries"] = self._kept(torch.cat((plain["queries"], query)))
-        plain["keys"], plain["values"], plain["meta"] = waiting.keys, waiting.values, waiting.meta
+        plain["keys"], plain["values"], plain["meta"] = waiting
         layer_state[STATE_KEY] = plain
-        if len(waiting) < self._chunk:
+        if len(waiting[0]) < self._chunk:
             self.gathered.keep(layer, plain, rows)
         else:
             self.end(layer_state, self.settle(layer, Conversation.from_plain(plain)))
