@@ -59,7 +59,7 @@ def unlike(layer: int, first: Store, other: Store) -> str:
         "so that their scores cannot be compared"
     )
     if layer in other.calibration or layer not in first.calibration:
-        return f"{message}; pack one like the other (hybridmem.pack with like=)"
+        return f"{message}; pack one like the other (like=, or --like)"
     return (
         f"{message}; calibrate {other.path} with the means of the other, which are "
         f"`calibration[{layer}]` there"

@@ -14,7 +14,7 @@ from hybridmem import _arrays, opening
 from hybridmem._alike import ID_BITS, check_alike, same_means, unlike
 from hybridmem._codec import Tensor
 from hybridmem._finding import Search, answer
-from hybridmem.errors import ReadOnlyError, StoreClosedError, no_entry
+from hybridmem.errors import EntryNotFoundError, ReadOnlyError, StoreClosedError, no_entry
 from hybridmem.memory import Floats, Ids, Memory, Question
 from hybridmem.results import Entry, Hit, Stats
 from hybridmem.store import Store
@@ -58,9 +58,11 @@ def layered(stores: Iterable[Store | StrPath], *, limits: Sequence[Limit] | None
     """
     if isinstance(stores, (str, bytes, os.PathLike, Store)):
         raise TypeError(f"stores: got {type(stores).__name__}, want a list of stores or paths")
-    given = list(stores)
-    if not given:
+    if not (given := list(stores)):
         raise ValueError("stores: got none, want at least one")
+    for one in given:
+        if not isinstance(one, (str, bytes, os.PathLike, Store)):
+            raise TypeError(f"stores: got a {type(one).__name__} among them, want stores or paths")
     with contextlib.ExitStack() as opened:
         parts = [
             one if isinstance(one, Store) else opened.enter_context(opening.open(one, mode="r"))
@@ -228,7 +230,7 @@ class Layered(Memory):
         own = asked & (1 << ID_BITS) - 1
         number = self._by_tag.get(asked - own)
         if number is None:
-            raise no_entry(repr(self), entry_id)
+            raise EntryNotFoundError(f"{self!r} has no entry {asked}, nor the store that gave it")
         return number, own
 
     @property

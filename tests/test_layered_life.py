@@ -63,7 +63,7 @@ def test_ids_stay_what_they_are_beside_other_stores(new_store: Any) -> None:
     assert gone not in few
     assert few.timestamps([gone]) == [0]
     for asked in (few.get, few.locate, few.delete):
-        with pytest.raises(KeyError):
+        with pytest.raises(KeyError, match="nor the store that gave it"):
             asked(gone)
     for asked in (both.get, both.delete):
         missing = list(both)[2] + 1
@@ -242,6 +242,12 @@ def test_wrong_arguments(
     paths = [tmp_path / one for one in stores] if isinstance(stores, list) else stores
     with pytest.raises((TypeError, ValueError), match=message):
         hybridmem.layered(paths, limits=limits)
+
+
+def test_layers_of_layers_are_refused(new_store: Any) -> None:
+    one, memory = new_store("one"), hybridmem.layered([new_store("other")])
+    with pytest.raises(TypeError, match="stores: got a Layered among them, want stores or paths"):
+        hybridmem.layered([one, memory])
 
 
 # -- centring -------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import json
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import click
@@ -142,7 +143,15 @@ def pread_option(command: F) -> F:
 
 def read_store(path: str, io: str = "mmap") -> hybridmem.Store:
     """Open a store as a reader."""
-    return hybridmem.open(path, mode="r", io=io)
+    try:
+        return hybridmem.open(path, mode="r", io=io)
+    except errors.StoreNotFoundError:
+        if not Path(path, "cluster.json").exists():
+            raise
+        raise errors.StoreNotFoundError(
+            f"{path} holds partitions of a cluster, which are stores: name them, as in "
+            f"{path}/partition-*"
+        ) from None
 
 
 @contextlib.contextmanager

@@ -85,6 +85,14 @@ def test_query_of_several_stores(tmp_path: Path) -> None:
     assert "Missing argument" in run("query", "--entry", 1, code=2).stderr
 
 
+def test_the_directory_of_a_cluster(tmp_path: Path) -> None:
+    """Its partitions are named, not a store that is to be made there."""
+    make(tmp_path / "mem" / "partition-0000", 1)
+    (tmp_path / "mem" / "cluster.json").write_text("{}")
+    said = run("info", tmp_path / "mem", code=4).stderr
+    assert f"name them, as in {tmp_path / 'mem'}/partition-*" in said
+
+
 def test_sessions(tmp_path: Path) -> None:
     root = tmp_path / "agents"
     assert run("sessions", root).stdout == f"no sessions in {root}\n"
