@@ -14,7 +14,7 @@ import pytest
 
 import hybridmem
 
-from .helpers import CONFIG, answers, at, fill_disk, inside, matrix, pid, put, stopped
+from .helpers import CONFIG, answers, at, fill_disk, inside, matrix, pid, put
 from .nodes import HOW, Nodes
 
 ray: Any = pytest.importorskip("ray", reason=HOW)
@@ -132,13 +132,17 @@ def test_a_layer_that_some_partitions_centre_is_refused(
     memory.flush()
     flush = memory._owners.flush
     process = pid(at(memory, 1))
-    with stopped(at(memory, 1)):
-        # What goes before finds nothing to do; the partition hangs when it is told the means.
-        memory._owners.flush = lambda owners=None, *call: flush(owners, *call) if call else None
-        with pytest.raises(hybridmem.PartitionError, match="calibrate failed"):
-            memory.calibrate(0, keys=matrix(7) + 3)
-        memory._owners.flush = flush
-        os.kill(process, signal.SIGKILL)
+
+    def hanging(owners: Any = None, *call: Any) -> Any:
+        if call:  # it commits the means
+            os.kill(process, signal.SIGSTOP)
+        return flush(owners, *call)
+
+    memory._owners.flush = hanging
+    with pytest.raises(hybridmem.PartitionError, match="calibrate failed"):
+        memory.calibrate(0, keys=matrix(7) + 3)
+    memory._owners.flush = flush
+    os.kill(process, signal.SIGKILL)
     for ask in (
         lambda: memory.query(matrix(1000, 1), 0),
         lambda: memory.query_layers({1: matrix(1), 0: matrix(1)}),
@@ -165,6 +169,19 @@ def test_a_layer_that_some_partitions_centre_is_refused(
         one.calibrate(0, keys=matrix(7) + 3)
         put(one, range(18))
         assert scores == [hit.score for hit in one.query(matrix(1000, 1), 0, 50)]
+
+
+def test_a_layer_that_one_partition_cannot_centre_stays_as_it_is(create: Any) -> None:
+    memory = create(route="hash")
+    put(memory, range(6))
+    memory.put(matrix(1), matrix(2), 0, index_keys=matrix(3))
+    wanted = answers(memory)
+    with pytest.raises(ValueError, match="put with index_keys"):
+        memory.calibrate(0)
+    assert answers(memory) == wanted
+    assert memory.calibration == {}
+    memory.calibrate(1)
+    assert put(memory, range(7, 9)) == [8, 9]
 
 
 def test_a_cluster_all_disks_of_which_are_gone(

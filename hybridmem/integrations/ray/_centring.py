@@ -68,6 +68,8 @@ class Centring:
 
         Raises
         ------
+        ValueError
+            If entries of a partition cannot be signed anew; none is centred then.
         PartitionError
             If a partition could not; until it is called again the layer is refused.
         """
@@ -79,6 +81,7 @@ class Centring:
             ids = self._read(owners, "ids", layer)
             stored = np.sort(np.concatenate(list(ids.values()))).tolist()
             mean = first_mean(entry(one).keys for one in stored)
+        self._read(owners, "check_calibration", layer, mean, mean_query)
         self._everywhere(layer, owners, (mean, mean_query))
         means = self._read(owners[:1], "calibration")[owners[0].number][layer]
         self._signatures.centres = {**self._signatures.centres, layer: means}

@@ -23,6 +23,7 @@ from hybridmem._codec import Tensor
 from hybridmem._fileio import Buffer, Directory
 from hybridmem._finding import Finder, Search
 from hybridmem._format import PARTS, SOURCE
+from hybridmem._manifest import Calibration
 from hybridmem._merging import Candidates
 from hybridmem._ranking import Scores
 from hybridmem.config import Config
@@ -355,6 +356,17 @@ class Partition:
     def read_calibration(self) -> dict[int, tuple[Floats, Floats | None]]:
         """Return the means of calibrated layers."""
         return self.store.calibration
+
+    def read_check_calibration(self, layer: int, key: Floats, query: Floats | None) -> None:
+        """Raise what `commit_calibrate` would, before any partition has done it."""
+        store = self.store
+        if layer in store.calibration:
+            return
+        one = Calibration(layer, Calibration.pack(key), Calibration.pack(query))
+        with store._lock:
+            after = Calibration.joined(store._manifest.calibration, one)
+            entries = store._signed_entries(store._table.alive_rows(layer), store._keys)
+            store._signatures.made_anew(after, layer, entries)
 
     # -- what a writer does to all replicas -------------------------------------------------------
 
