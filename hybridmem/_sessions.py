@@ -13,10 +13,16 @@ from typing import Any
 
 from hybridmem import opening
 from hybridmem._entries import ENTRIES_NAME
-from hybridmem._fileio import Directory, path_of
+from hybridmem._fileio import LOCK_NAME, Directory, path_of
 from hybridmem._manifest import INDEX_NAME
 from hybridmem.config import Config
-from hybridmem.errors import HybridMemError, StoreExistsError, StoreIOError, StoreNotFoundError
+from hybridmem.errors import (
+    CorruptStoreError,
+    HybridMemError,
+    StoreExistsError,
+    StoreIOError,
+    StoreNotFoundError,
+)
 from hybridmem.store import Store
 
 __all__ = ["Session", "Sessions", "sessions"]
@@ -25,6 +31,8 @@ StrPath = str | os.PathLike[str]
 #: What `hybridmem.open` looks at itself.
 _TAKEN = ("max_entries", "max_disk_bytes", "shard_max_bytes", "max_open_shards", "model_id")
 _MAX_NAME_BYTES = 200
+#: How often a session is looked at that goes away meanwhile.
+_TRIES = 5
 #: Windows takes none of these, and this package none that it could not take there.
 _FORBIDDEN = frozenset('/\\:*?"<>|')
 _DEVICES = frozenset(
@@ -110,6 +118,20 @@ class Sessions:
         StoreLockedError
             If it is open for writing.
         """
+        for left in reversed(range(_TRIES)):
+            try:
+                store = self._found_or_made(name, mode)
+            except (CorruptStoreError, StoreIOError):
+                if not left:
+                    raise
+                continue  # it may be that it was dropped, and made anew
+            if mode == "r" or _is_in_place(store._directory):
+                return store
+            with contextlib.suppress(HybridMemError):
+                store.close()
+        raise StoreIOError(f"the session {name!r} was dropped each time that it was opened")
+
+    def _found_or_made(self, name: str, mode: str) -> Store:
         path = self._path(name)
         try:
             return self._opened(path, mode)
@@ -154,13 +176,17 @@ class Sessions:
     def _told(self, name: str) -> Session:
         path = self.root / name
         entries = tokens = 0
-        error = None
-        try:
-            with opening.open(path, mode="r") as store:
-                stats = store.stats()
-            entries, tokens = stats.entries, stats.tokens
-        except HybridMemError as failed:
-            error = str(failed)
+        error: str | None = None
+        for _ in range(_TRIES):
+            try:
+                with opening.open(path, mode="r") as store:
+                    stats = store.stats()
+                entries, tokens, error = stats.entries, stats.tokens, None
+                break
+            except HybridMemError as failed:
+                if not self._is_session(name):
+                    raise FileNotFoundError(name) from None
+                error = str(failed)  # it may be that it was dropped, and made anew
         sizes, times = [0], [0]
         for file in path.iterdir():
             try:
@@ -207,7 +233,13 @@ class Sessions:
         try:
             directory = _directory(self._path(name))
             try:
-                directory.lock()
+                try:
+                    directory.lock()
+                except StoreIOError:
+                    if directory.names():
+                        raise
+                if not _is_in_place(directory):  # dropped by another process, maybe made anew
+                    raise StoreNotFoundError(f"no session {name!r} in {self.root}")
                 dropped = f"{_DROPPED_PREFIX}{secrets.token_hex(8)}{_DROPPED_SUFFIX}"
                 parent.rename(name, dropped)
                 parent.sync()
@@ -217,7 +249,8 @@ class Sessions:
                 directory.close()
             for left in parent.names():
                 if left.startswith(_DROPPED_PREFIX) and left.endswith(_DROPPED_SUFFIX):
-                    parent.remove_directory(_directory(self.root / left))
+                    with contextlib.suppress(StoreNotFoundError):  # by another process
+                        parent.remove_directory(_directory(self.root / left))
             parent.sync()
             if dropped in parent.names():
                 raise StoreIOError(
@@ -265,14 +298,26 @@ class Sessions:
         path = self.root / name
         if path.is_symlink():
             raise ValueError(f"name: {path} is a link, and sessions are directories of their own")
-        if path.exists() and name not in os.listdir(self.root):
+        # More than one look, as it may be made or dropped between the two.
+        if all(path.exists() and name not in os.listdir(self.root) for _ in range(_TRIES)):
             raise ValueError(f"name: on this disk {name!r} is the name of another session")
         return path
+
+
+def _is_in_place(directory: Directory) -> bool:
+    """Whether the lock that is held is that of the path, and not of what was dropped there."""
+    try:
+        named = os.stat(directory.path / LOCK_NAME)
+    except FileNotFoundError:
+        return False
+    return directory._lock_fd >= 0 and os.path.samestat(named, os.fstat(directory._lock_fd))
 
 
 def _directory(path: Path) -> Directory:
     try:
         return Directory(path)
+    except FileNotFoundError:
+        raise StoreNotFoundError(f"there is no session in {path} any more") from None
     except OSError as error:
         raise StoreIOError(f"failed opening {path}: {error}") from error
 

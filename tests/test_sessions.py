@@ -318,6 +318,81 @@ def test_a_session_that_is_dropped_while_it_is_opened_is_made_anew(
     assert [session.entries for session in sessions.list()] == [1]
 
 
+def test_drop_does_not_take_what_was_made_anew(
+    sessions: hybridmem.Sessions, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the lock of the directory that another drop has emptied; the new one is in use."""
+    use(sessions, "alice")
+    lock, opened = Directory.lock, []
+
+    def too_late(directory: Directory) -> None:
+        monkeypatch.setattr(Directory, "lock", lock)
+        sessions.drop("alice")
+        opened.append(sessions.open("alice"))
+        lock(directory)
+
+    monkeypatch.setattr(Directory, "lock", too_late)
+    with pytest.raises(hybridmem.StoreNotFoundError):
+        sessions.drop("alice")
+    (store,) = opened
+    store.put(ROW, ROW, 0)
+    store.close()
+    assert [session.entries for session in sessions.list()] == [1]
+
+
+def test_two_drops_remove_what_is_left_behind_together(
+    sessions: hybridmem.Sessions, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(sessions, "alice")
+    names = Directory.names
+    monkeypatch.setattr(
+        Directory,
+        "names",
+        lambda directory: names(directory) + [".hybridmem-2.dropped"] * (directory.path == root),
+    )
+    with pytest.raises(hybridmem.StoreNotFoundError):
+        sessions.drop("bob")
+    sessions.drop("alice")
+    assert os.listdir(root) == []
+
+
+@pytest.mark.parametrize("call", ["open", "create"])
+def test_a_store_in_a_directory_that_was_dropped_is_given_to_nobody(
+    call: str, sessions: hybridmem.Sessions, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process looked up the path before it was dropped, and took the lock after that."""
+    if call == "open":
+        use(sessions, "alice")
+    real = getattr(hybridmem.opening, call)
+
+    def too_late(path: Path, *args: Any, **fields: Any) -> hybridmem.Store:
+        monkeypatch.setattr(hybridmem.opening, call, real)
+        store: hybridmem.Store = real(path, *args, **fields)
+        path.rename(path.with_name(".hybridmem-1.dropped"))
+        return store
+
+    monkeypatch.setattr(hybridmem.opening, call, too_late)
+    with sessions.open("alice") as store:
+        assert len(store) == 0
+        store.put(ROW, ROW, 0)
+    assert [session.entries for session in sessions.list()] == [1]
+
+
+def test_a_session_that_is_made_anew_is_not_listed_as_damaged(
+    sessions: hybridmem.Sessions, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(sessions, "alice")
+    real = hybridmem.opening.open
+
+    def too_late(path: Path, **options: Any) -> hybridmem.Store:
+        monkeypatch.setattr(hybridmem.opening, "open", real)
+        raise hybridmem.CorruptStoreError(f"{path / 'entries.bin'} is missing")
+
+    monkeypatch.setattr(hybridmem.opening, "open", too_late)
+    (alice,) = sessions.list()
+    assert (alice.entries, alice.error) == (2, None)
+
+
 def test_files_that_come_and_go_hide_no_session(
     sessions: hybridmem.Sessions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
