@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import numpy as np
 import numpy.typing as npt
 
-from hybridmem import Entry, Hit, Store, report
+from hybridmem import Entry, Hit, Layered, Memory, Store, report
 from hybridmem import _text as text
+from hybridmem._commands.clusters import read_memory
 from hybridmem._commands.files import array_in
 from hybridmem._commands.group import (
     commands,
@@ -21,13 +22,15 @@ from hybridmem._commands.group import (
     json_option,
     pread_option,
     read_store,
-    read_stores,
     refuse,
     store_argument,
     stores_argument,
     working,
 )
 from hybridmem._sums import SUMS_NAME
+
+if TYPE_CHECKING:
+    from hybridmem.integrations.ray import Cluster
 
 FIELDS = ("entry_id", "layer_idx", "n_tokens", "importance", "timestamp", "access_count")
 _ORDERS = {
@@ -47,9 +50,13 @@ _ORDERS = {
 def info(stores: tuple[str, ...], io: str) -> None:
     """Show what a store is, what it holds and how large it is.
 
-    Of several stores, each by itself, and that they can answer as one.
+    Of several stores, each by itself, and that they can answer as one. Of the directory of a
+    cluster, the cluster, if Ray runs here.
     """
-    with read_stores(stores, io) as opened:
+    with read_memory(stores, io) as opened:
+        if not isinstance(opened, Layered):
+            emit(*_of_cluster(opened))
+            return
         documents = [_told(store) for store in opened.stores]
         lines = [line for store in opened.stores for line in [*_lines(store), ""]]
         if len(stores) == 1:
@@ -73,16 +80,41 @@ def info(stores: tuple[str, ...], io: str) -> None:
     emit({"stores": documents, **together}, lines)
 
 
+def _of_cluster(cluster: Cluster) -> tuple[dict[str, Any], list[str]]:
+    replicas = cluster.replicas()
+    document = {
+        "path": cluster.path,
+        "store_id": cluster.store_id,
+        "route": cluster.route,
+        "partitions": replicas,
+        **_counted(cluster),
+    }
+    lines = text.pairs(
+        [
+            ("path", cluster.path),
+            ("cluster", f"{text.plural(len(replicas), 'partition')}, by {cluster.route}"),
+            *_shown(cluster),
+        ]
+    )
+    return document, [*lines, "", *(", ".join(each) or "on no node" for each in replicas)]
+
+
 def _told(store: Store) -> dict[str, Any]:
     return {
         "path": str(store.path),
         "store_id": store.store_id,
         "pack": _is_pack(store),
-        "config": store.config.to_dict(),
-        "record_bytes": 40 + store.config.hdc_dim // 8,
+        **_counted(store),
+    }
+
+
+def _counted(memory: Memory) -> dict[str, Any]:
+    return {
+        "config": memory.config.to_dict(),
+        "record_bytes": 40 + memory.config.hdc_dim // 8,
         **{
             name: value
-            for name, value in dataclasses.asdict(store.stats()).items()
+            for name, value in dataclasses.asdict(memory.stats()).items()
             if name not in ("queries", "hits", "evicted", "unflushed_bytes")
         },
     }
@@ -93,26 +125,32 @@ def _is_pack(store: Store) -> bool:
 
 
 def _lines(store: Store) -> list[str]:
-    stats, config = store.stats(), store.config
-    kept = "INT8" if config.quantize_stored else config.kv_dtype
     return text.pairs(
         [
             ("path", store.path),
             *([("pack", "yes: it does not change")] * _is_pack(store)),
-            ("store id", store.store_id),
-            ("model", config.model_id or "not named"),
-            ("generation", f"{stats.generation:,}"),
-            ("entries", f"{stats.entries:,} of {text.plural(stats.tokens, 'token')}"),
-            ("layers", _layers(stats.entries_by_layer)),
-            ("width", f"{config.embed_dim:,}, kept as {kept}"),
-            ("signature", _signature(store)),
-            ("on disk", text.size(stats.disk_bytes)),
-            ("shards", f"{stats.shards:,}"),
-            ("live", text.size(stats.live_bytes)),
-            ("dead", f"{text.size(stats.dead_bytes)}, which compact gives back"),
+            *_shown(store),
             ("limits", _limits(store)),
         ]
     )
+
+
+def _shown(memory: Memory) -> list[tuple[str, str]]:
+    stats, config = memory.stats(), memory.config
+    kept = "INT8" if config.quantize_stored else config.kv_dtype
+    return [
+        ("store id", memory.store_id),
+        ("model", config.model_id or "not named"),
+        ("generation", f"{stats.generation:,}"),
+        ("entries", f"{stats.entries:,} of {text.plural(stats.tokens, 'token')}"),
+        ("layers", _layers(stats.entries_by_layer)),
+        ("width", f"{config.embed_dim:,}, kept as {kept}"),
+        ("signature", _signature(memory)),
+        ("on disk", text.size(stats.disk_bytes)),
+        ("shards", f"{stats.shards:,}"),
+        ("live", text.size(stats.live_bytes)),
+        ("dead", f"{text.size(stats.dead_bytes)}, which compact gives back"),
+    ]
 
 
 def _layers(by_layer: dict[int, int]) -> str:
@@ -121,8 +159,8 @@ def _layers(by_layer: dict[int, int]) -> str:
     return (", ".join(shown) or "none") + (f", and {more} more" if more else "")
 
 
-def _signature(store: Store) -> str:
-    config = store.config
+def _signature(memory: Memory) -> str:
+    config = memory.config
     bits = config.signature.bits
     most = f", {config.hdc_dim // bits} at most" if config.signature_tokens else ""
     return text.signature(bits, config.signature_tokens) + most
@@ -219,7 +257,7 @@ def show(store: str, entry_id: int, io: str) -> None:
     emit(document, lines)
 
 
-def entry_of(store: Store, entry_id: int) -> Entry:
+def entry_of(store: Store | Cluster, entry_id: int) -> Entry:
     """Return an entry, or end the command where there is none."""
     try:
         return store.get(entry_id)
@@ -285,15 +323,16 @@ def query(
 ) -> None:
     """Find the entries of a layer that are most similar to some keys. Counts as no access.
 
-    Several stores, such as memory packs, answer as one.
+    Several stores, such as memory packs, answer as one; so does the directory of a cluster, if Ray
+    runs here.
     """
     if (entry is None) == (source is None):
         refuse("give either --entry or --file")
     if candidates is not None and rerank is None:
         refuse("--candidates needs --rerank")
-    with read_stores(stores, io) as opened:
+    with read_memory(stores, io) as opened:
         if entry is not None:
-            asked = entry_of(opened.stores[0], entry)
+            asked = entry_of(opened.stores[0] if isinstance(opened, Layered) else opened, entry)
             rows: Any = asked.keys
             layer = asked.layer_idx if layer is None else layer
         else:
@@ -306,7 +345,11 @@ def query(
             refuse(f"the query does not fit the store: {error}")
         found = []
         for hit in hits:
-            where, entry_id = opened.locate(hit.entry_id)
+            where, entry_id = (
+                opened.locate(hit.entry_id)
+                if isinstance(opened, Layered)
+                else (opened, hit.entry_id)
+            )
             found.append(
                 {
                     **_fields(hit),

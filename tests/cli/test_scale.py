@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 import hybridmem
 
@@ -85,12 +87,18 @@ def test_query_of_several_stores(tmp_path: Path) -> None:
     assert "Missing argument" in run("query", "--entry", 1, code=2).stderr
 
 
-def test_the_directory_of_a_cluster(tmp_path: Path) -> None:
-    """Its partitions are named, not a store that is to be made there."""
+def test_the_directory_of_a_cluster_without_ray(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What can be done is said, not that a store is to be made there."""
+    monkeypatch.setitem(sys.modules, "ray", None)
     make(tmp_path / "mem" / "partition-0000", 1)
     (tmp_path / "mem" / "cluster.json").write_text("{}")
-    said = run("info", tmp_path / "mem", code=4).stderr
-    assert f"name them, as in {tmp_path / 'mem'}/partition-*" in said
+    said = run("info", tmp_path / "mem", code=1).stderr
+    assert "needs Ray: pip install" in said
+    assert f"or name the partitions that this machine has, as in {tmp_path}/mem/partition-*" in said
+    said = run("ls", tmp_path / "mem", code=4).stderr
+    assert f"name them, as in {tmp_path}/mem/partition-*" in said
 
 
 def test_sessions(tmp_path: Path) -> None:
