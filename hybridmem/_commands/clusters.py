@@ -36,17 +36,13 @@ def _joined(path: str) -> Iterator[Cluster]:
 
         from hybridmem.integrations import ray as clusters
     except ImportError:
-        fail(
-            f"{path} is of a cluster, which needs Ray: pip install 'hybridmem[ray]', {otherwise}"
-        )
+        fail(f"{path} is of a cluster, which needs Ray: pip install 'hybridmem[ray]', {otherwise}")
     joining = not ray.is_initialized()
     if joining:
         try:
             ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
         except ConnectionError:
-            fail(
-                f"{path} is of a cluster, and Ray does not run here: `ray start`, {otherwise}"
-            )
+            fail(f"{path} is of a cluster, and Ray does not run here: `ray start`, {otherwise}")
     try:
         root = path if path.startswith("$") else os.path.abspath(path)
         with clusters.open(root, mode="r") as memory:
