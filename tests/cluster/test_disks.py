@@ -55,6 +55,18 @@ def test_what_is_no_partition_is_passed_over(disk: Path) -> None:
     assert look(disk)[2:] == (ABOUT, (1,), {})
 
 
+def test_copies_of_a_process_that_died_go(disk: Path) -> None:
+    """Their links keep the bytes of what was deleted."""
+    from hybridmem.integrations.ray._partition import Partition
+
+    for name in ("sent", "lent", "taken"):
+        hybridmem.create(disk / f"partition-0001.{name}", **CONFIG).close()
+    Partition(disk / "partition-0001", "r").close()
+    assert len(list(disk.iterdir())) == 5  # a reader removes nothing
+    Partition(disk / "partition-0001").close()
+    assert sorted(one.name for one in disk.iterdir()) == ["cluster.json", "partition-0001"]
+
+
 def test_disks_of_nodes_that_were_set_up_alike_differ(tmp_path: Path) -> None:
     """Device and inode are the same on them."""
     seen = [look(tmp_path / name, make=True)[1] for name in "ab"]

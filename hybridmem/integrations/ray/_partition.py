@@ -148,6 +148,9 @@ class Partition:
         if take_up:
             with contextlib.suppress(StoreNotFoundError):
                 self._store = opening.open(path, mode)
+        if mode == "r+" and self._store is not None:
+            for what in ("sent", "lent", "taken"):  # of a process that died
+                _remove(path.with_name(f"{path.name}.{what}"))
 
     @property
     def store(self) -> Store:
