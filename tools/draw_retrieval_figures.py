@@ -61,7 +61,13 @@ def facts_by_bytes(rows: dict[str, Row]) -> None:
             ORANGE,
             [
                 f"{name}, layers fused"
-                for name in ("16 tokens x 256", "tokens x 128", "tokens x 256", "tokens x 512")
+                for name in (
+                    "16 tokens x 256",
+                    "tokens x 128",
+                    "tokens x 256",
+                    "tokens x 512",
+                    "tokens x 1024",
+                )
             ],
         ),
         "pooled": (GREY, ["pooled 4096, centred"]),
@@ -81,9 +87,7 @@ def facts_by_bytes(rows: dict[str, Row]) -> None:
                 label=f"{label}, {'own book' if which == 'own' else 'four books'}",
             )
     axes.set_xscale("log", base=2)
-    axes.set_xticks(
-        [128, 256, 512, 1024, 2048, 4096], ["128", "256", "512", "1,024", "2,048", "4,096"]
-    )
+    axes.set_xticks([2**n for n in range(7, 14)], [f"{2**n:,}" for n in range(7, 14)])
     axes.set(xlabel="bytes of signatures an entry of 64 tokens", ylabel="facts found", ylim=(0, 1))
     axes.legend(
         frameon=False, labelcolor=GREY, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5)

@@ -22,7 +22,7 @@ from . import smollm2
 from .documents import TOKENS
 from .evaluate import Evaluation, Options, held, prompt_ids
 from .facts import CHOOSE, Fact
-from .rankings import ExactLate, Late, Layers, Ranking, Scores, decisive
+from .rankings import ExactLate, Late, Layers, Ranking, Scores, WholeQuery, decisive
 from .report import interval, write_csv
 from .stages import OUT, RESULTS, centres
 
@@ -80,6 +80,7 @@ def variants() -> list[Variant]:
         Variant("the same, 16 query tokens", ranks, query_tokens=16),
         Variant("the same, 384 bits", Layers("", Late("", 384))),
         Variant("the same, 512 bits", Layers("", Late("", 512))),
+        Variant("the same, query not made signs", Layers("", WholeQuery("", 256))),
         Variant("the same, exact keys", Layers("", ExactLate(""))),
         Variant("the same, exact cosine", Layers("", ExactLate("", cosine=True))),
         Variant("reciprocal ranks, all layers, two passes", ranks, passes=2),

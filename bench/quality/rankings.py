@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridmem.hdc import Projector
+from hybridmem.hdc import Projector, splitmix64
 
 from .smollm2 import HEAD_DIM, KV_HEADS, WIDTH
 
@@ -160,6 +160,52 @@ class Late:
         return np.asarray(self.likeness(least / self.bits).mean(0))
 
 
+def projected(rows: Floats, bits: int) -> Floats:
+    """What `Projector` takes the signs of, for rows that it does not fold."""
+    padded = 1 << (rows.shape[1] - 1).bit_length()
+    assert padded <= 4 * bits
+    blocks = -(-bits // padded)
+    words = splitmix64(Projector(rows.shape[1], bits).seed, blocks * 3 * padded // 64)
+    flipped = np.unpackbits(np.asarray(words, "<u8").view(np.uint8), bitorder="little")
+    signs = np.where(flipped.reshape(blocks, 3, padded) == 1, -1, 1).astype(np.float32)
+    out = []
+    for flips in signs:
+        y = np.pad(rows, ((0, 0), (0, padded - rows.shape[1])))
+        for flip in flips:
+            y = y * flip
+            stride = 1
+            while stride < padded:
+                a, b = y.reshape(len(y), -1, 2, stride).transpose(2, 0, 1, 3)
+                y = np.stack((a + b, a - b), axis=2).reshape(len(y), padded)
+                stride *= 2
+        out.append(y)
+    return np.concatenate(out, axis=1)[:, :bits]
+
+
+@dataclass(frozen=True)
+class WholeQuery:
+    """The signatures of `Late`, compared with the query as it is before its signs are taken.
+
+    To see what the query's rounding costs: it takes no more bytes, but a scan that multiplies.
+    """
+
+    name: str
+    bits: int
+
+    def entry_bytes(self, chunk: int) -> int:
+        return chunk * self.bits // 8
+
+    def index(self, keys: Keys) -> NDArray[np.uint8]:
+        rows = keys.unrotated - keys.mean
+        return Projector(rows.shape[1], self.bits).project(rows)
+
+    def score(self, index: NDArray[np.uint8], query: Query) -> NDArray[np.float64]:
+        rows = projected(query.unrotated - query.mean, self.bits)
+        rows /= np.linalg.norm(rows, axis=1, keepdims=True)
+        signs = np.unpackbits(index, axis=1, bitorder="little").astype(np.float32) * 2 - 1
+        return best(rows @ signs.T, query.chunk, np.maximum)
+
+
 @dataclass(frozen=True)
 class Staged:
     """``first`` keeps the best ``keep`` chunks, ``second`` orders those."""
@@ -303,10 +349,13 @@ def all_rankings() -> list[Ranking]:
         Staged("tokens x 64 keeps 4k, x 256 decides", Late("", 64), Late("", 256)),
         Layers("tokens x 256, layers fused", Late("", 256)),
         Layers("tokens x 512, layers fused", Late("", 512)),
+        Layers("tokens x 1024, layers fused", Late("", 1024)),
         Layers("tokens x 128, layers fused", Late("", 128)),
         Layers("16 tokens x 256, layers fused", Late("", 256, tokens=16)),
         ExactLate("late interaction, exact keys"),
         ExactLate("late interaction, exact cosine", cosine=True),
+        WholeQuery("tokens x 256, whole query", 256),
+        Layers("tokens x 256, whole query, layers fused", WholeQuery("", 256)),
         Layers("exact keys, layers fused", ExactLate("")),
         Layers("exact cosine, layers fused", ExactLate("", cosine=True)),
     ]
