@@ -17,16 +17,13 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from hybridmem import _kernels, _slabs
+from hybridmem import _kernels
+from hybridmem._blocks import I64, LANES, U8, U32, U64, Block, Layout
 from hybridmem._parallel import LEAST_BYTES, Best, Span, divided, scanned
 from hybridmem.hdc import SignatureSpec
 
 __all__ = ["IndexView", "LayerIndex", "telling_first"]
 
-_U8 = NDArray[np.uint8]
-_U32 = NDArray[np.uint32]
-_U64 = NDArray[np.uint64]
-_I64 = NDArray[np.int64]
 _Unsigned = TypeVar("_Unsigned", np.uint8, np.uint32, np.uint64)
 
 # The first block is small, for an index of a few entries. Later ones lie in huge pages and are as
@@ -34,8 +31,6 @@ _Unsigned = TypeVar("_Unsigned", np.uint8, np.uint32, np.uint64)
 FIRST_BLOCK_BYTES = 1 << 18
 BLOCK_BYTES = 1 << 24
 HUGE_PAGE = 1 << 21
-
-LANES = 64  # sub-signatures whose bytes lie side by side, as the kernels want them
 
 # Up to here a sorted list of the best is kept during the scan; above, all distances are computed
 # and the best are counted out, which costs O(n) whatever k is.
@@ -62,79 +57,6 @@ def _unsigned(values: ArrayLike, dtype: type[_Unsigned], name: str) -> NDArray[_
     return np.ascontiguousarray(array, dtype)
 
 
-class _Layout:
-    """How the signatures of a block lie in memory."""
-
-    def __init__(self, spec: SignatureSpec) -> None:
-        self.spec = spec
-        self.sub_bytes = spec.bits // 8
-        slots = spec.slots
-        if slots < LANES:
-            self.lanes = 1 << (slots - 1).bit_length()
-        else:
-            self.lanes = -(-slots // LANES) * LANES
-        self.entry_bytes = spec.record_bytes if spec.pooled else self.lanes * self.sub_bytes
-
-    def capacity(self, nbytes: int) -> int:
-        """Entries of a block of about so many bytes."""
-        return max(LANES, nbytes // self.entry_bytes // LANES * LANES)
-
-    def allocate(self, capacity: int) -> _U8:
-        if self.spec.pooled:
-            return _slabs.pages((capacity, self.sub_bytes))
-        return _slabs.pages((capacity * self.lanes // LANES, self.sub_bytes, LANES))
-
-    def used(self, n_tokens: _U32) -> _U32:
-        """Lanes in use of entries of so many tokens."""
-        if self.spec.pooled:
-            return np.ones_like(n_tokens)
-        runs = -(-n_tokens.astype(np.int64) // self.spec.signature_tokens)
-        return np.minimum(runs, self.spec.slots).astype(np.uint32)
-
-    def entries(self, data: _U8) -> NDArray[Any]:
-        """A block's data with one index (pooled, own groups) or two (shared groups) per entry."""
-        if self.spec.pooled or self.lanes >= LANES:
-            return data.reshape(-1, self.entry_bytes)
-        shared = LANES // self.lanes
-        return data.reshape(-1, self.sub_bytes, shared, self.lanes)
-
-    def move(self, source: _U8, rows: _I64, target: _U8, at: int) -> None:
-        """Copy entries into another block, from position `at` on."""
-        new = np.arange(at, at + len(rows))
-        old_entries, new_entries = self.entries(source), self.entries(target)
-        if old_entries.ndim == 2:
-            new_entries[new] = old_entries[rows]
-        else:
-            shared = LANES // self.lanes
-            moved = old_entries[rows // shared, :, rows % shared]
-            new_entries[new // shared, :, new % shared] = moved
-
-
-class _Block:
-    """Places for entries in ascending order of id. Filled places do not change, but for `alive`."""
-
-    __slots__ = ("alive", "capacity", "data", "dead", "filled", "ids", "used")
-
-    def __init__(self, layout: _Layout, capacity: int) -> None:
-        self.capacity = capacity
-        self.filled = 0
-        self.dead = 0
-        self.data = layout.allocate(capacity)
-        self.ids: _U64 = np.zeros(capacity, np.uint64)
-        self.alive: _U8 = np.zeros(capacity, np.uint8)
-        self.used: _U32 = np.zeros(capacity, np.uint32)
-
-    def take(self, layout: _Layout, other: _Block) -> None:
-        """Append the live entries of another block."""
-        rows = np.flatnonzero(other.alive[: other.filled]).astype(np.int64)
-        place = slice(self.filled, self.filled + len(rows))
-        layout.move(other.data, rows, self.data, self.filled)
-        self.ids[place] = other.ids[rows]
-        self.used[place] = other.used[rows]
-        self.alive[place] = 1
-        self.filled += len(rows)
-
-
 class LayerIndex:
     """Signatures of the entries of one layer.
 
@@ -146,8 +68,8 @@ class LayerIndex:
 
     def __init__(self, spec: SignatureSpec) -> None:
         self.spec = spec
-        self._layout = _Layout(spec)
-        self._blocks: tuple[_Block, ...] = ()
+        self._layout = Layout(spec)
+        self._blocks: tuple[Block, ...] = ()
         self._live = 0
         self._last_id = -1
 
@@ -186,7 +108,7 @@ class LayerIndex:
         done = 0
         while done < n:
             if not self._blocks or self._blocks[-1].filled == self._blocks[-1].capacity:
-                self._blocks = (*self._blocks, _Block(self._layout, self._next_capacity()))
+                self._blocks = (*self._blocks, Block(self._layout, self._next_capacity()))
             block = self._blocks[-1]
             part = slice(done, done + min(n - done, block.capacity - block.filled))
             self._fill(block, new_ids[part], used[part], records[part])
@@ -198,7 +120,7 @@ class LayerIndex:
         wanted = max(held, HUGE_PAGE) if held else FIRST_BLOCK_BYTES
         return self._layout.capacity(min(wanted, BLOCK_BYTES))
 
-    def _fill(self, block: _Block, ids: _U64, used: _U32, records: _U8) -> None:
+    def _fill(self, block: Block, ids: U64, used: U32, records: U8) -> None:
         place = slice(block.filled, block.filled + len(ids))
         if self.spec.pooled:
             block.data[place] = records
@@ -236,12 +158,12 @@ class LayerIndex:
         if stop < len(self._blocks) and live + self._blocks[stop].filled <= most:
             live += self._blocks[stop].filled - self._blocks[stop].dead
             stop += 1
-        joined: tuple[_Block, ...] = ()
+        joined: tuple[Block, ...] = ()
         if live:
             capacity = -(-live // LANES) * LANES
             if stop == len(self._blocks):  # the one that grows
                 capacity = max(capacity, self._blocks[-1].capacity)
-            new = _Block(self._layout, capacity)
+            new = Block(self._layout, capacity)
             for block in self._blocks[first:stop]:
                 new.take(self._layout, block)
             joined = (new,)
@@ -260,7 +182,7 @@ class IndexView:
 
     __slots__ = ("_layout", "_parts", "_places", "_starts")
 
-    def __init__(self, layout: _Layout, blocks: tuple[_Block, ...]) -> None:
+    def __init__(self, layout: Layout, blocks: tuple[Block, ...]) -> None:
         self._layout = layout
         self._parts = [(block, block.filled) for block in blocks]
         self._starts = [0, *accumulate(filled for _, filled in self._parts)]
@@ -270,13 +192,13 @@ class IndexView:
         """Places of the view, dead ones included."""
         return self._places
 
-    def find(self, entry_ids: _U64) -> _I64:
+    def find(self, entry_ids: U64) -> I64:
         """Places of the live entries among these ascending ids."""
         if not self._parts or not len(entry_ids):
             return np.empty(0, np.int64)
         firsts = np.array([block.ids[0] for block, _ in self._parts], np.uint64)
         bounds = [*np.searchsorted(entry_ids, firsts).tolist(), len(entry_ids)]
-        found: list[_I64] = []
+        found: list[I64] = []
         for (block, filled), start, (low, high) in zip(
             self._parts, self._starts, pairwise(bounds), strict=False
         ):
@@ -295,12 +217,12 @@ class IndexView:
 
     def search(
         self,
-        queries: Sequence[_U8],
+        queries: Sequence[U8],
         k: int,
-        entry_ids: _U64 | None = None,
+        entry_ids: U64 | None = None,
         approximate: bool = False,
         threads: int = 1,
-    ) -> list[tuple[_U64, _U32]]:
+    ) -> list[tuple[U64, U32]]:
         """The k entries at the smallest distance from each query, ties to the smaller id.
 
         Parameters
@@ -347,7 +269,7 @@ class IndexView:
             return self._search_running(checked, k, threads)
         return [self._search_counted(query, k) for query in checked]
 
-    def _check_query(self, query: _U8) -> _U8:
+    def _check_query(self, query: U8) -> U8:
         array = np.asarray(query)
         width = self._layout.sub_bytes
         if array.dtype != np.uint8 or array.ndim != 2 or array.shape[1] != width:
@@ -361,7 +283,7 @@ class IndexView:
             raise ValueError(f"a query of {tokens} tokens is too long for 32-bit distances")
         return np.ascontiguousarray(array)
 
-    def _search_running(self, queries: list[_U8], k: int, threads: int) -> list[tuple[_U64, _U32]]:
+    def _search_running(self, queries: list[U8], k: int, threads: int) -> list[tuple[U64, U32]]:
         """One pass over the blocks for all queries."""
         rows = np.concatenate(queries) if len(queries) > 1 else queries[0]
         starts = np.array([0, *accumulate(len(query) for query in queries)], np.int64)
@@ -391,11 +313,11 @@ class IndexView:
             results.append((self._ids(places[:found]), distances[:found].copy()))
         return results
 
-    def is_large(self, query: _U8, n: int, k: int) -> bool:
+    def is_large(self, query: U8, n: int, k: int) -> bool:
         """Whether a search for k of n entries may be approximate."""
         return len(query) > GATES[0][0] and n >= LARGE and 4 * k <= n // GATES[-1][1]
 
-    def _search_gated(self, query: _U8, k: int, places: _I64 | None) -> tuple[_U64, _U32]:
+    def _search_gated(self, query: U8, k: int, places: I64 | None) -> tuple[U64, U32]:
         """As _search_counted, or as _search_at, of the entries that pass the gates."""
         gates = [gate for gate in GATES if gate[0] < len(query)]
         n = self._places if places is None else len(places)
@@ -423,14 +345,14 @@ class IndexView:
         chosen = passed[best]
         return self._ids(chosen if places is None else places[chosen]), found[best]
 
-    def _search_counted(self, query: _U8, k: int) -> tuple[_U64, _U32]:
+    def _search_counted(self, query: U8, k: int) -> tuple[U64, U32]:
         """All distances, then the k smallest."""
         distances = self._distances(query, None)
         alive = np.concatenate([block.alive[:filled] for block, filled in self._parts])
         places = self._smallest(distances, alive, k, len(query))
         return self._ids(places), distances[places]
 
-    def _search_at(self, query: _U8, k: int, places: _I64) -> tuple[_U64, _U32]:
+    def _search_at(self, query: U8, k: int, places: I64) -> tuple[U64, U32]:
         """Only the entries at these ascending places."""
         if not len(places):
             return _nothing()
@@ -441,11 +363,11 @@ class IndexView:
 
     def _distances(
         self,
-        query: _U8,
-        places: _I64 | None,
-        ends: _U32 | None = None,
-        limits: _U32 | None = None,
-    ) -> _U32:
+        query: U8,
+        places: I64 | None,
+        ends: U32 | None = None,
+        limits: U32 | None = None,
+    ) -> U32:
         """Distances of all entries, or at these ascending places."""
         distances = np.empty(self._places if places is None else len(places), np.uint32)
         bounds = self._starts if places is None else np.searchsorted(places, self._starts).tolist()
@@ -469,7 +391,7 @@ class IndexView:
                 _kernels.late_at(*late, rows, query, out)
         return distances
 
-    def _by_token(self, query: _U8, places: _I64) -> _U32:
+    def _by_token(self, query: U8, places: I64) -> U32:
         """Distances of each query token, a row each, at these ascending places."""
         parts = []
         for (block, _), start, (low, high) in zip(
@@ -484,7 +406,7 @@ class IndexView:
             parts.append(out)
         return np.concatenate(parts, axis=1)
 
-    def _smallest(self, distances: _U32, alive: _U8, k: int, tokens: int) -> _I64:
+    def _smallest(self, distances: U32, alive: U8, k: int, tokens: int) -> I64:
         limit = self._layout.spec.denominator(tokens)
         if limit > 65536 + 4 * len(distances):  # counting would cost more than sorting
             live = np.flatnonzero(alive).astype(np.int64)
@@ -492,7 +414,7 @@ class IndexView:
         out = np.empty(k, np.int64)
         return out[: _kernels.select_smallest(distances, alive, limit, out)]
 
-    def _ids(self, places: _I64) -> _U64:
+    def _ids(self, places: I64) -> U64:
         """Ids at these places."""
         if len(places) <= RUNNING_K:
             found = [self._id(place) for place in places.tolist()]
@@ -532,5 +454,5 @@ def telling_first(near: NDArray[Any], count: int) -> list[int]:
     return order + left
 
 
-def _nothing() -> tuple[_U64, _U32]:
+def _nothing() -> tuple[U64, U32]:
     return np.empty(0, np.uint64), np.empty(0, np.uint32)
