@@ -222,6 +222,25 @@ def test_puts_flush_what_is_too_much_to_keep(create: Any) -> None:
     assert len(memory) == 20
 
 
+def test_a_cluster_that_cannot_be_made_leaves_nothing(
+    create: Any, root: str, nodes: Nodes, tmp_path: Path
+) -> None:
+    pytest.importorskip("fsspec", reason="needs fsspec: pip install 'hybridmem[remote]'")
+    name = root.split("/")[1]
+    paths = [nodes.disks / disk / name for disk in ("head", "a", "b")]
+    for path in paths:
+        path.mkdir(parents=True)
+        (path / "partition-0001").write_text("in the way")
+    options = {"partitions": 3, "route": "hash", "remote": f"file://{tmp_path}/copies"}
+    with pytest.raises(hybridmem.PartitionError, match=r"partition-0001.*is a file"):
+        create(**options)
+    for path in paths:
+        left = {one.name for one in path.iterdir()}
+        assert left <= {"disk.json", "lock", "partition-0001"}
+        (path / "partition-0001").unlink()
+    put(create(**options), range(3))
+
+
 def test_flush_names_the_replica_that_did_not(create: Any, root: str) -> None:
     from hybridmem.integrations import ray as hm
 

@@ -31,7 +31,7 @@ from hybridmem.integrations.ray._actors import FORMAT, ROUTES, START_S, Disk, Pl
 from hybridmem.integrations.ray._calls import Owner, Replica
 from hybridmem.integrations.ray._cluster import Cluster
 from hybridmem.integrations.ray._owners import Owners
-from hybridmem.integrations.ray._remote import check_url, claim
+from hybridmem.integrations.ray._remote import abandon, check_url, claim
 
 __all__ = ["Cluster", "create", "open"]
 
@@ -142,13 +142,20 @@ def create(
     places = Places(root, about, "r+", search_threads)
     if remote is not None:
         claim(remote, _actors.CLUSTER_NAME, about)
-    for disk in found:
-        _actors.claim(disk, about)
-    owners = []
-    for number in range(partitions):
-        chosen = [found[(number + turn) % len(found)] for turn in range(replicas)]
-        owners.append(Owner(number, [_replica(places, disk, number) for disk in chosen]))
-    return _opened(places, owners, limits, deadline_s, on_missing, config)
+    try:
+        for disk in found:
+            _actors.claim(disk, about)
+        owners = []
+        for number in range(partitions):
+            chosen = [found[(number + turn) % len(found)] for turn in range(replicas)]
+            owners.append(Owner(number, [_replica(places, disk, number) for disk in chosen]))
+        return _opened(places, owners, limits, deadline_s, on_missing, config)
+    except BaseException:
+        for disk in found:
+            _actors.abandon(disk, about)
+        if remote is not None:
+            abandon(remote, _actors.CLUSTER_NAME)
+        raise
 
 
 def open(

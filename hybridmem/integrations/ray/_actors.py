@@ -35,6 +35,7 @@ __all__ = [
     "START_S",
     "Disk",
     "Places",
+    "abandon",
     "claim",
     "disks",
     "partition_name",
@@ -275,6 +276,24 @@ def claim(disk: Disk, about: dict[str, Any]) -> None:
 
 def _claimed(root: str, about: dict[str, Any]) -> Reply:
     return replied(lambda: _found(root, about))
+
+
+def abandon(disk: Disk, about: dict[str, Any]) -> None:
+    """Remove what was made of a cluster that could not be made whole, as far as that goes."""
+    task = ray.remote(**_TASK)(_abandoned).options(scheduling_strategy=_at(disk.node_id))
+    with contextlib.suppress(ray.exceptions.RayError):
+        ray.get(task.remote(disk.root, about), timeout=START_S)
+
+
+def _abandoned(root: str, about: dict[str, Any]) -> None:
+    with contextlib.closing(Directory(Path(root))) as directory:
+        if _about(directory) != about:
+            return  # another cluster's
+        for name in directory.names():
+            if _PARTITION.fullmatch(name) and (Path(root) / name / "index.json").exists():
+                directory.remove_directory(Directory(Path(root) / name))
+        directory.remove(CLUSTER_NAME)
+        directory.sync()
 
 
 class _Actor:

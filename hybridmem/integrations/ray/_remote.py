@@ -25,7 +25,7 @@ from hybridmem._manifest import INDEX_NAME, Manifest, ShardInfo, read_manifest
 from hybridmem.errors import StoreExistsError, StoreIOError, StoreNotFoundError
 from hybridmem.integrations.ray._views import digest_of, encoded, mark_of
 
-__all__ = ["check_url", "claim", "download", "upload"]
+__all__ = ["abandon", "check_url", "claim", "download", "upload"]
 
 _PIECE_BYTES = 8 << 20
 
@@ -58,6 +58,15 @@ def claim(url: str, name: str, about: dict[str, Any]) -> None:
             raise StoreExistsError(f"remote: {url} holds copies of a cluster; give another URL")
         fs.makedirs(base, exist_ok=True)
         fs.pipe_file(f"{base}/{name}", encoded(about))
+
+
+def abandon(url: str, name: str) -> None:
+    """Take back what `claim` has written, as far as that goes."""
+    import fsspec
+
+    with contextlib.suppress(StoreIOError), _named("removing from", url):
+        fs, base = fsspec.core.url_to_fs(url)
+        fs.rm_file(f"{base}/{name}")
 
 
 @contextlib.contextmanager
