@@ -167,44 +167,6 @@ class Tier:
         )
         return held, runs
 
-    # -- decode -----------------------------------------------------------------------------------
-
-    def gather(
-        self, layer: int, layer_state: dict[str, Any], query: Tensor, heads: int
-    ) -> GatheredRows:
-        """Return the rows that the next token of a state attends to, but for its own."""
-        cache = layer_state["k_cache"], layer_state["v_cache"]
-        rows = self.gathered.take(layer, layer_state.get(STATE_KEY))
-        if rows is not None and rows.left and rows.holds(cache[0]):
-            return rows
-        held = self.begin(layer_state)
-        moved, ((_, _, found),) = self.find(layer, held, query, cache[0][0])
-        held = held.replace(hits=moved.hits, searched=moved.searched, mark=moved.mark)
-        self.end(layer_state, held)
-        rows = self.gathered.show(rows, found, cache, held, heads)
-        points = self._points(layer, moved, self._every)
-        rows.left = 1 + (points[0] if points else self._every)
-        return rows
-
-    def go_on(
-        self,
-        layer: int,
-        layer_state: dict[str, Any],
-        query: Tensor,
-        waiting: tuple[Tensor, Tensor, Tensor],
-        rows: GatheredRows,
-    ) -> None:
-        """Move a state on by one token of decode, after which these rows wait."""
-        plain = dict(layer_state[STATE_KEY])  # the one before may be that of a branch
-        plain["seen"] += 1
-        plain["queries"] = self._kept(torch.cat((plain["queries"], query)))
-        plain["keys"], plain["values"], plain["meta"] = waiting
-        layer_state[STATE_KEY] = plain
-        if len(waiting[0]) < self._chunk:
-            self.gathered.keep(layer, plain, rows)
-        else:
-            self.end(layer_state, self.settle(layer, Conversation.from_plain(plain)))
-
     def try_query(self) -> None:
         """Raise what the store says of the options, before anything depends on them."""
         query = np.ones(self.store.config.embed_dim, np.float32)
@@ -250,6 +212,44 @@ class Tier:
     ) -> Found:
         beside = (cache, held.waiting.keys) if self.see_all else ()
         return Found(layer, ids, entries, mark=mark, own=held.entries, beside=beside)
+
+    # -- decode -----------------------------------------------------------------------------------
+
+    def gather(
+        self, layer: int, layer_state: dict[str, Any], query: Tensor, heads: int
+    ) -> GatheredRows:
+        """Return the rows that the next token of a state attends to, but for its own."""
+        cache = layer_state["k_cache"], layer_state["v_cache"]
+        rows = self.gathered.take(layer, layer_state.get(STATE_KEY))
+        if rows is not None and rows.left and rows.holds(cache[0]):
+            return rows
+        held = self.begin(layer_state)
+        moved, ((_, _, found),) = self.find(layer, held, query, cache[0][0])
+        held = held.replace(hits=moved.hits, searched=moved.searched, mark=moved.mark)
+        self.end(layer_state, held)
+        rows = self.gathered.show(rows, found, cache, held, heads)
+        points = self._points(layer, moved, self._every)
+        rows.left = 1 + (points[0] if points else self._every)
+        return rows
+
+    def go_on(
+        self,
+        layer: int,
+        layer_state: dict[str, Any],
+        query: Tensor,
+        waiting: tuple[Tensor, Tensor, Tensor],
+        rows: GatheredRows,
+    ) -> None:
+        """Move a state on by one token of decode, after which these rows wait."""
+        plain = dict(layer_state[STATE_KEY])  # the one before may be that of a branch
+        plain["seen"] += 1
+        plain["queries"] = self._kept(torch.cat((plain["queries"], query)))
+        plain["keys"], plain["values"], plain["meta"] = waiting
+        layer_state[STATE_KEY] = plain
+        if len(waiting[0]) < self._chunk:
+            self.gathered.keep(layer, plain, rows)
+        else:
+            self.end(layer_state, self.settle(layer, Conversation.from_plain(plain)))
 
     # -- rows put away ----------------------------------------------------------------------------
 
