@@ -32,7 +32,7 @@ def _joined(path: str) -> Iterator[Cluster]:
     """Open a cluster by the Ray that runs on this machine."""
     otherwise = f"or name the partitions that this machine has, as in {path}/partition-*"
     try:
-        import ray
+        import ray  # pyright: ignore[reportMissingImports]  (an extra)
 
         from hybridmem.integrations import ray as clusters
     except ImportError:
