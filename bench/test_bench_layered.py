@@ -13,6 +13,22 @@ from cases import Sizes, fill
 import hybridmem
 
 
+def test_layered_query_of_one_store(
+    versus: Callable[..., None], tmp_path: Path, sizes: Sizes, rng: np.random.Generator
+) -> None:
+    entries = sizes.scaled(1000)
+    query = rng.standard_normal((1, 64), np.float32)
+    with hybridmem.create(tmp_path / "a", embed_dim=64) as store:
+        fill(store, entries, 1, rng, tokens=2)
+        memory = hybridmem.layered([store])
+        versus(
+            f"query of one layered store of {entries:,} entries, top 5",
+            lambda: memory.query(query, 0),
+            {"the query of that store": lambda: store.query(query, 0)},
+            rounds=1000,
+        )
+
+
 def test_layered_query_of_own_entries(
     versus: Callable[..., None], tmp_path: Path, sizes: Sizes, rng: np.random.Generator
 ) -> None:
