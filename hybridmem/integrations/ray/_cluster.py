@@ -426,9 +426,9 @@ class Cluster(Memory):
     def repair(self) -> list[str]:
         """Bring lost partitions back, and make as many replicas as there are to be.
 
-        Replicas on nodes that are gone are given up. Others are copied from the ones that are left,
-        found on the disks of nodes that came back, or fetched from `remote`. Ask for it after a
-        node was lost or added; queries are answered meanwhile.
+        Replicas on nodes that are gone, and dead actors, are given up. Others are copied from the
+        ones that are left, found on the disks of nodes that came back, or fetched from `remote`.
+        Ask for it after a node was lost or added; queries are answered meanwhile.
 
         Returns
         -------
@@ -438,7 +438,8 @@ class Cluster(Memory):
         Raises
         ------
         PartitionError
-            Naming the partitions that lack replicas still, and why.
+            Naming the partitions that lack replicas still and the replicas that do not answer, and
+            why.
         """
         self._check_writing()
         with self._writing_lock:
