@@ -122,6 +122,29 @@ def test_one_of_two_replicas_that_goes_on_alone_is_known_by_it(
         assert answers(again) == wanted
 
 
+def test_one_of_two_replicas_that_was_only_asked_is_not_ahead(create: Any, root: str) -> None:
+    from hybridmem.integrations import ray as hm
+
+    memory = create(partitions=3, replicas=2, route="hash")
+    put(memory, range(12))
+    memory.flush()
+    wanted = answers(memory)
+    paths = [Path(one.disk.root) for one in memory._owners.all[1].replicas]
+    memory.close()
+    for path in paths:
+        path.rename(path.with_name("away"))
+        with hm.open(root, deadline_s=20) as alone:
+            assert answers(alone) == wanted
+            with pytest.raises(hybridmem.PartitionError, match="1 of 2 replicas"):
+                alone.flush()
+            alone._owners.end()
+            alone._closed = True
+        path.with_name("away").rename(path)
+    with hm.open(root, deadline_s=20) as again:
+        assert [len(one) for one in again.replicas()] == [2, 2, 2]
+        again.flush()
+
+
 def test_a_layer_that_some_partitions_centre_is_refused(
     create: Any, root: str, tmp_path: Path
 ) -> None:

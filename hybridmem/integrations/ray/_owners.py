@@ -245,7 +245,8 @@ class Owners(Calls):
                 with self.lock:
                     owner.shorten(last[owner.number])
                     owner.mark = Mark(*map(min, zip(*marks, strict=True)))
-            self._note(owner, [one for one in owner.replicas if one in failed])
+            if owner.last or method == "calibrate":  # else there is nothing that one could lack
+                self._note(owner, [one for one in owner.replicas if one in failed])
         short = {
             owner: PartitionError(
                 f"it has {len(owner.replicas)} of {self.replicas} replicas; repair() makes others"
