@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 
@@ -45,3 +47,13 @@ def fill(
         rows = rng.standard_normal((2, tokens, width), np.float32)
         store.put(rows[0], rows[1], at % layers)
     store.flush()
+
+
+def times(n: int, call: Callable[[], object]) -> Callable[[], None]:
+    """A call so short that it is timed by the many."""
+
+    def run() -> None:
+        for _ in range(n):
+            call()
+
+    return run
