@@ -270,14 +270,27 @@ def _change(value: Any, rng: random.Random) -> None:
 WAYS = ("mmap", "pread", "verify", "salvage", "writer")
 
 
-def look(root: Path, files: Files, way: str, commits: list[Commit], is_signed: bool) -> str:
-    """Build a store and do one thing with it: `right`, `refused`, or AssertionError."""
+def look(
+    root: Path,
+    files: Files,
+    way: str,
+    commits: list[Commit],
+    is_signed: bool,
+    foreign: Sequence[Commit] = (),
+) -> str:
+    """Build a store and do one thing with it: `right`, `refused`, or AssertionError.
+
+    Where index.json is of another store, its commits, this is that store with shards that are not
+    its own: what is salvaged must be what was put there.
+    """
     path = root / "mem"
     path.mkdir()
     for name, data in files.items():
         (path / name).write_bytes(data)
     known = {i: entry for commit in commits for i, entry in commit.entries.items()}
-    versions = {(i, entry) for commit in commits for i, entry in commit.entries.items()}
+    versions = {
+        (i, entry) for commit in [*commits, *foreign] for i, entry in commit.entries.items()
+    }
     try:
         if way == "verify":
             is_sound = verify(path).ok
@@ -379,7 +392,7 @@ def _try(numbers: Sequence[int], specimens: Specimens, root: Path) -> list[tuple
         before = peak_memory()
         start = time.monotonic()
         try:
-            value = look(root, mutator.files, way, specimens[name][0], mutator.is_signed)
+            value = look(root, *_asked(name, way, mutator, specimens))
         except Exception:
             value = "FAILED"
         seconds = time.monotonic() - start
@@ -395,11 +408,15 @@ def _mutant(number: int, specimens: Specimens) -> tuple[str, str, Mutator]:
     return name, WAYS[number % len(WAYS)], mutator
 
 
+def _asked(name: str, way: str, mutator: Mutator, specimens: Specimens) -> tuple[Any, ...]:
+    own, other = specimens[name]
+    foreign = other if "foreign index.json" in mutator.done else []
+    return mutator.files, way, own, mutator.is_signed, foreign
+
+
 def _alone(number: int, specimens: Specimens, root: Path, tally: Tally) -> None:
     name, way, mutator = _mutant(number, specimens)
-    outcome = apart(
-        look, root, mutator.files, way, specimens[name][0], mutator.is_signed, address_space=1 << 30
-    )
+    outcome = apart(look, root, *_asked(name, way, mutator, specimens), address_space=1 << 30)
     shutil.rmtree(root / "mem", ignore_errors=True)
     extra = outcome.grown - 2 * sum(map(len, mutator.files.values()))
     failure = outcome.failure or ("" if extra <= 64 * MB else f"took {extra >> 20} MB more")
