@@ -315,11 +315,14 @@ class ShardPool:
         with self._lock:
             numbers: set[int] = set()
             for number, entry_id in entries:
+                if (known := self._open.get(number)) is not None and entry_id in known.seen:
+                    numbers.add(number)
+                    continue
                 if len(numbers | {number}) > self.max_open:
                     continue
                 numbers.add(number)
                 opened = self._opened(number)
-                if opened.data is None or entry_id in opened.seen:
+                if opened.data is None:
                     continue
                 row = self._headers[number].find(entry_id)
                 if row is not None and not self._verified[number][row].all():

@@ -143,9 +143,9 @@ class Tier:
         m = int(queries.shape[0])
         points = self._points(layer, held, m)
         recent = torch.cat((held.queries, queries))
-        last = self._finding(layer, held, cache, tuple(held.hits.tolist()), held.mark)
         runs = []
         if not points or points[0] > 0:
+            last = self._finding(layer, held, cache, tuple(held.hits.tolist()), held.mark)
             runs.append((0, points[0] if points else m, last))
         if points:
             behind = len(held.queries) + 1
