@@ -135,7 +135,8 @@ def test_the_wheel_works_in_a_new_environment(built: Path, tmp_path: Path) -> No
 def test_a_copy_of_the_source_that_was_not_built_says_so(tmp_path: Path) -> None:
     not_built = shutil.ignore_patterns("*.so", "*.pyd", "__pycache__")
     shutil.copytree(ROOT / "hybridmem", tmp_path / "hybridmem", ignore=not_built)
-    said = run(sys.executable, "-c", ASK, cwd=tmp_path)
+    # Without site-packages: an editable installation would lend its compiled part to the copy.
+    said = run(sys.executable, "-S", "-c", ASK, cwd=tmp_path)
     assert said.startswith(f"hybridmem in {tmp_path / 'hybridmem'} is a copy of the source whose ")
     assert "pip install -e ." in said
 

@@ -244,7 +244,7 @@ def test_a_pack_like_another_store_can_be_layered_with_it(
 ) -> None:
     ours, theirs = calibrated("ours", 1, 10), calibrated("theirs", 2, 10, layers=3)
     with hybridmem.open(ours) as store, hybridmem.open(theirs, mode="r") as other:
-        with pytest.raises(ValueError, match="with like="):
+        with pytest.raises(ValueError, match="like="):
             hybridmem.layered([other, store])
         hybridmem.pack(theirs, tmp_path / "pack", like=store)
         hybridmem.pack(theirs, tmp_path / "plain")
