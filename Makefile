@@ -77,6 +77,7 @@ torture: $(VENV)/.installed-torture
 	$(BIN)/python -m tests.reliability.torture --minutes $(MINUTES) $(ARGS)
 
 sanitize: $(VENV)/.installed-test
+	$(PIP) install 'cython>=3.1'
 	PYTHON="$(abspath $(BIN))/python" tools/sanitize.sh
 
 sdist: $(VENV)/.installed-build
