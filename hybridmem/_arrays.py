@@ -166,6 +166,8 @@ def importance(v: object, name: str = "importance") -> float:
 
 
 def _integer(v: object, name: str, want: str) -> int:
+    if type(v) is int:
+        return v
     torch = _torch_of(v)
     is_bool = isinstance(v, bool) or (torch is not None and getattr(v, "dtype", None) == torch.bool)
     try:
@@ -341,6 +343,8 @@ def _too_narrow(rows: Sequence[Floats], name: str, dtype: object) -> ValueError:
 
 def _floats(x: object, name: str, wanted: str) -> Any:
     """Return a numpy array or a torch tensor of floats over `x`'s memory; no value is read."""
+    if type(x) is np.ndarray and x.dtype.kind == "f":
+        return x
     want = f"{_FLOATS} of shape {wanted}"
     torch = _torch_of(x)
     if torch is not None:
@@ -396,8 +400,9 @@ def _tokens(a: Any, name: str, width: int | None, wanted: str, vector_ok: bool =
     shape = tuple(a.shape)
     if vector_ok and len(shape) == 1:
         shape = (1, *shape)
-    fits = len(shape) >= 2 and width in (None, shape[-1])
-    if not fits or any(axis != 1 for axis in shape[:-2]):
+    leading = shape[:-2]
+    fits = len(shape) >= 2 and width in (None, shape[-1]) and leading.count(1) == len(leading)
+    if not fits:
         raise ValueError(f"{name}: got shape {_shape(a)}, want {wanted}{_hint(shape, width)}")
     return int(shape[-2])
 

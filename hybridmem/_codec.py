@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from hybridmem import _arrays, _kernels, _slabs
 
-__all__ = ["Attention", "Codec", "Tensor", "group_width"]
+__all__ = ["Attention", "Codec", "Decoded", "Tensor", "group_width"]
 
 Floats = npt.NDArray[np.float32]
 
@@ -57,6 +57,14 @@ class Tensor(NamedTuple):
     dtype: str
     shape: tuple[int, int]
     data: Any
+
+
+class Decoded(NamedTuple):
+    """Keys and values of an entry as read-only float32, and its source as `_source` has it."""
+
+    keys: Floats
+    values: Floats
+    escaped_source: bytes | None
 
 
 class Attention(NamedTuple):

@@ -219,6 +219,10 @@ class EntryTable:
         row = int(ids.searchsorted(np.uint64(entry_id)))
         return row if row < self.n_rows and int(ids[row]) == entry_id and self.alive[row] else None
 
+    def rows(self, entry_ids: npt.NDArray[np.uint64]) -> Rows:
+        """Return the rows of entries that there are."""
+        return self.columns["entry_id"][: self.n_rows].searchsorted(entry_ids)
+
     def kill(self, row: int) -> None:
         """Mark a live row dead."""
         self.alive[row] = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -18,9 +18,11 @@ from hybridmem._reading import Floats, Reader
 from hybridmem.memory import Memory, Question
 from hybridmem.results import Audit, Hit
 
-__all__ = ["Finder", "Search", "answer"]
+__all__ = ["Finder", "Make", "Search", "answer"]
 
 Found = TypeVar("Found")
+#: Makes what is returned of the number of a store, rows of its records, and their scores.
+Make = Callable[[int, list[int], list[float]], Iterable[Found]]
 _NOTHING = (np.empty(0, np.uint64), np.empty(0, np.uint32))
 
 
@@ -28,18 +30,16 @@ class Finder(Reader, Memory):
     """A reader that answers queries."""
 
     def _hits_of(self, question: Question) -> list[list[Hit]]:
-        return self._answer(question, Finder._hit)
+        return self._answer(question, lambda _, *found: self._hits_at(*found))
 
     def _stored_of(self, question: Question) -> list[list[list[Tensor]]]:
-        return self._answer(question, Finder._checked_tensors)
+        return self._answer(question, lambda _, rows, scores: self._tensors_at(rows))
 
-    def _answer(
-        self, question: Question, make: Callable[[Finder, int, float], Found]
-    ) -> list[list[Found]]:
+    def _answer(self, question: Question, make: Make[Found]) -> list[list[Found]]:
         search = Search(self, question)
         search.run()
         with self._lock:
-            results = answer(question, [search], lambda _, row, score: make(self, row, score))
+            results = answer(question, [search], make)
             self._queries += len(question.queries)
             self._hits += sum(map(len, results))
             return results
@@ -50,7 +50,7 @@ class Finder(Reader, Memory):
             self._check_open()
             self._queries -= 1
             self._hits -= len(hits)
-            self._accessed([hit.entry_id for hit in hits], -1)
+            self._accessed(self._rows_of(hit.entry_id for hit in hits), -1)
 
     def audit(
         self,
@@ -168,16 +168,22 @@ class Finder(Reader, Memory):
             for row, signature in zip(part.tolist(), signatures, strict=True):
                 yield int(ids[row]), np.ascontiguousarray(keys_of(row)), signature
 
-    def _hit(self, row: int, score: float, tag: int = 0) -> Hit:
-        return Hit(score=score, **self._fields(row, tag))
+    def _hits_at(self, rows: Sequence[int], scores: Sequence[float], tag: int = 0) -> list[Hit]:
+        return [
+            Hit(score=score, **self._fields(row, tag))
+            for row, score in zip(rows, scores, strict=True)
+        ]
 
-    def _checked_tensors(self, row: int, score: float) -> list[Tensor]:
-        tensors = self._tensors(row)
-        n_tokens = int(self._table.columns["n_tokens"][row])
-        wrong = self._codec.mismatch(tensors, n_tokens, self.config.embed_dim)
-        if wrong is not None:
-            raise self._misfit(row, wrong)
-        return tensors
+    def _tensors_at(self, rows: Sequence[int]) -> list[list[Tensor]]:
+        found = []
+        for row in rows:
+            tensors = self._tensors(row)
+            n_tokens = self._table.columns["n_tokens"].item(row)
+            wrong = self._codec.mismatch(tensors, n_tokens, self.config.embed_dim)
+            if wrong is not None:
+                raise self._misfit(row, wrong)
+            found.append(tensors)
+        return found
 
 
 class Search:
@@ -225,8 +231,7 @@ class Search:
         estimates = positions = None
         layer_entries = 0
         if ranking.order == "norm":
-            rows = np.searchsorted(finder._table.column("entry_id"), ids)
-            paddings = finder._table.columns["padding"][rows]
+            paddings = finder._table.columns["padding"][finder._table.rows(ids)]
             ids, distances, estimates = finder._signatures.by_norm(ids, distances, paddings)
         if ranking.max_run:
             in_layer = finder._table.alive_rows(self.question.layer_idx)
@@ -248,10 +253,13 @@ class Search:
         keys = [finder._keys(row) for row in rows]
         return said_by(keys, ranking.rerank, query, ranking.n_heads)
 
-    def score(self, at: int, distance: int) -> float:
-        """Return the score that a distance from one of the queries stands for."""
-        score: float = self.finder._signatures.spec.score(distance, len(self._signed[at]))
-        return score
+    def chosen(
+        self, at: int, found: Candidates, places: Sequence[int]
+    ) -> tuple[list[int], list[float]]:
+        """Return the rows, and the scores, of some of what was found for one of the queries."""
+        rows = self.finder._table.rows(found.ids[places])
+        spec, tokens = self.finder._signatures.spec, len(self._signed[at])
+        return rows.tolist(), spec.score(found.distances[places], tokens).tolist()
 
 
 def _said(
@@ -271,7 +279,7 @@ def _said(
 def answer(
     question: Question,
     searches: Sequence[Search],
-    make: Callable[[int, int, float], Found],
+    make: Make[Found],
     most: Sequence[int | None] | None = None,
 ) -> list[list[Found]]:
     """Answer a question by searches of one or several stores, whose locks are held.
@@ -280,8 +288,6 @@ def answer(
 
     Parameters
     ----------
-    make : callable
-        Makes what is returned of the number of a store, a row of its records, and its score.
     most : sequence of (int or None), optional
         Most hits of each store.
     """
@@ -292,18 +298,15 @@ def answer(
     for at in range(len(question.queries)):
         found = [search.candidates(at) for search in searches]
         said = partial(_said, searches, found, at)
-        chosen: list[tuple[int, int, float]] = []
-        rows: list[list[int]] = [[] for _ in searches]
-        for number, one in choose(found, question.top_k, question.ranking, said, most):
-            search, (ids, distances, *_) = searches[number], found[number]
-            entry_id = ids.item(one)
-            row = search.finder._row(entry_id)
-            chosen.append((number, row, search.score(at, distances.item(one))))
-            rows[number].append(row)
-            accessed[number].append(entry_id)
-        for search, at_rows in zip(searches, rows, strict=True):
-            search.finder._fetch(at_rows)
-        results.append([make(*one) for one in chosen])
-    for search, found_there in zip(searches, accessed, strict=True):
-        search.finder._accessed(found_there)
+        chosen = choose(found, question.top_k, question.ranking, said, most)
+        parts = []
+        for number, search in enumerate(searches):
+            mine = [one for store, one in chosen if store == number]
+            parts.append(search.chosen(at, found[number], mine))
+            search.finder._fetch(parts[-1][0])
+            accessed[number] += parts[-1][0]
+        made = [iter(make(number, *part)) for number, part in enumerate(parts)]
+        results.append([next(made[number]) for number, _ in chosen])
+    for search, rows in zip(searches, accessed, strict=True):
+        search.finder._accessed(rows)
     return results

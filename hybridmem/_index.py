@@ -72,6 +72,7 @@ class LayerIndex:
         self._blocks: tuple[Block, ...] = ()
         self._live = 0
         self._last_id = -1
+        self._view: IndexView | None = None
 
     def __len__(self) -> int:
         """Number of live entries."""
@@ -105,6 +106,7 @@ class LayerIndex:
         if not tokens.all():
             raise ValueError("n_tokens must be at least 1")
         used = self._layout.used(tokens)
+        self._view = None
         done = 0
         while done < n:
             if not self._blocks or self._blocks[-1].filled == self._blocks[-1].capacity:
@@ -168,13 +170,16 @@ class LayerIndex:
                 new.take(self._layout, block)
             joined = (new,)
         self._blocks = (*self._blocks[:first], *joined, *self._blocks[stop:])
+        self._view = None
 
     def view(self) -> IndexView:
         """The entries there are now; stays searchable while entries are added and removed.
 
         A removal may or may not show in a view taken before it.
         """
-        return IndexView(self._layout, self._blocks)
+        if self._view is None:
+            self._view = IndexView(self._layout, self._blocks)
+        return self._view
 
 
 class IndexView:
@@ -286,15 +291,14 @@ class IndexView:
     def _search_running(self, queries: list[U8], k: int, threads: int) -> list[tuple[U64, U32]]:
         """One pass over the blocks for all queries."""
         rows = np.concatenate(queries) if len(queries) > 1 else queries[0]
-        starts = np.array([0, *accumulate(len(query) for query in queries)], np.int64)
         layout = self._layout
+        starts = np.array(
+            [0] if layout.spec.pooled else [0, *accumulate(map(len, queries))], np.int64
+        )
         shared = 1 if layout.spec.pooled else max(1, LANES // layout.lanes)
 
         def scan(spans: list[Span]) -> Best:
-            best = Best(
-                np.full((len(queries), k), 2**32 - 1, np.uint32),
-                np.full((len(queries), k), -1, np.int64),
-            )
+            best = Best.empty(len(queries), k)
             for number, first, end in spans:
                 block, place = self._parts[number][0], self._starts[number] + first
                 alive = block.alive[first:end]
@@ -417,8 +421,7 @@ class IndexView:
     def _ids(self, places: I64) -> U64:
         """Ids at these places."""
         if len(places) <= RUNNING_K:
-            found = [self._id(place) for place in places.tolist()]
-            return np.array(found, np.uint64)
+            return np.array([self._id(place) for place in places.tolist()], np.uint64)
         out = np.empty(len(places), np.uint64)
         numbers = np.searchsorted(self._starts, places, side="right") - 1
         for number in np.unique(numbers).tolist():
@@ -426,10 +429,9 @@ class IndexView:
             out[here] = self._parts[number][0].ids[places[here] - self._starts[number]]
         return out
 
-    def _id(self, place: int) -> np.uint64:
+    def _id(self, place: int) -> int:
         number = bisect_right(self._starts, place) - 1
-        found: np.uint64 = self._parts[number][0].ids[place - self._starts[number]]
-        return found
+        return self._parts[number][0].ids.item(place - self._starts[number])
 
 
 def telling_first(near: NDArray[Any], count: int) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -13,7 +13,7 @@ import numpy as np
 from hybridmem import _arrays, opening
 from hybridmem._alike import ID_BITS, check_alike, same_means, unlike
 from hybridmem._codec import Tensor
-from hybridmem._finding import Search, answer
+from hybridmem._finding import Make, Search, answer
 from hybridmem.errors import EntryNotFoundError, ReadOnlyError, StoreClosedError, no_entry
 from hybridmem.memory import Floats, Ids, Memory, Question
 from hybridmem.results import Entry, Hit, Stats
@@ -123,20 +123,18 @@ class Layered(Memory):
     # -- asking -----------------------------------------------------------------------------------
 
     def _hits_of(self, question: Question) -> list[list[Hit]]:
-        def hit(number: int, row: int, score: float) -> Hit:
-            return self.stores[number]._hit(row, score, self._tags[number])
+        def hits(number: int, rows: list[int], scores: list[float]) -> list[Hit]:
+            return self.stores[number]._hits_at(rows, scores, self._tags[number])
 
-        return self._answer(question, hit)
+        return self._answer(question, hits)
 
     def _stored_of(self, question: Question) -> list[list[list[Tensor]]]:
-        def tensors(number: int, row: int, score: float) -> list[Tensor]:
-            return self.stores[number]._checked_tensors(row, score)
+        def tensors(number: int, rows: list[int], scores: list[float]) -> list[list[Tensor]]:
+            return self.stores[number]._tensors_at(rows)
 
         return self._answer(question, tensors)
 
-    def _answer(
-        self, question: Question, make: Callable[[int, int, float], Found]
-    ) -> list[list[Found]]:
+    def _answer(self, question: Question, make: Make[Found]) -> list[list[Found]]:
         self._check_calibration()
         asked = self._asked(question)
         numbers = [number for number, _ in asked]
@@ -148,9 +146,7 @@ class Layered(Memory):
             limits = [self._limit(number, question.layer_idx) for number in numbers]
             most = limits if any(limit is not None for limit in limits) else None
         with self._locked(numbers):
-            results = answer(
-                question, searches, lambda at, row, score: make(numbers[at], row, score), most
-            )
+            results = answer(question, searches, lambda at, *found: make(numbers[at], *found), most)
             self._queries += len(question.queries)
             self._hits += sum(map(len, results))
         return results
@@ -210,7 +206,7 @@ class Layered(Memory):
         for hit in hits:
             store, own = self.locate(hit.entry_id)
             with store._lock:
-                store._accessed([own], -1)
+                store._accessed(store._rows_of([own]), -1)
 
     # -- contents ---------------------------------------------------------------------------------
 

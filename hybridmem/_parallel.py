@@ -29,6 +29,14 @@ class Best(NamedTuple):
     distance: npt.NDArray[np.uint32]
     place: npt.NDArray[np.int64]
 
+    @classmethod
+    def empty(cls, m: int, k: int) -> Best:
+        """Return the best before the first entry is looked at."""
+        best = cls(np.empty((m, k), np.uint32), np.empty((m, k), np.int64))
+        best.distance.fill(2**32 - 1)
+        best.place.fill(-1)
+        return best
+
 
 def divided(sizes: Sequence[int], shares: int, step: int) -> list[list[Span]]:
     """Divide blocks of these sizes into at most so many shares of about equal size.

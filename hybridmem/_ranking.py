@@ -59,7 +59,8 @@ class Ranking:
     @classmethod
     def checked(cls, top_k: int, embed_dim: int, **options: Any) -> Ranking:
         """Validate what a caller gave; None stands for the default."""
-        if unknown := sorted(options.keys() - _NAMES):
+        if not _NAMES.issuperset(options):
+            unknown = sorted(options.keys() - _NAMES)
             raise TypeError(f"query: got the options {unknown}, want some of {sorted(_NAMES)}")
         given = {name: value for name, value in options.items() if value is not None}
         if not given:

@@ -8,6 +8,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, ClassVar, NoReturn, TypeVar
 
@@ -16,10 +17,10 @@ import numpy.typing as npt
 
 from hybridmem import _arrays, _copies, _html, _slabs, _snapshot, _source, _wear
 from hybridmem import _text as text
-from hybridmem._codec import Codec, Tensor
+from hybridmem._codec import Codec, Decoded, Tensor
 from hybridmem._entries import EntryTable
 from hybridmem._fileio import Directory, path_of
-from hybridmem._format import KEY_SUFFIXES, PARTS, SOURCE, SUFFIXES
+from hybridmem._format import KEY_SUFFIXES, SOURCE, SUFFIXES
 from hybridmem._manifest import Manifest
 from hybridmem._shards import ShardPool
 from hybridmem._signatures import Signatures
@@ -135,21 +136,32 @@ class Reader:
             raise no_entry(self.path, entry_id)
         return row
 
+    def _rows_of(self, entry_ids: Iterable[int]) -> list[int]:
+        """Return the rows of those entries that there are."""
+        return [row for row in map(self._table.find, entry_ids) if row is not None]
+
     def _fields(self, row: int, tag: int) -> dict[str, Any]:
         columns = self._table.columns
         fields = {name: columns[name].item(row) for name in _ENTRY_FIELDS}
-        fields["entry_id"] += tag
-        parts = self._tensors(row, PARTS)
+        entry_id = fields["entry_id"]
+        decode = partial(self._decoded, row)
+        if (parts := self._unwritten(entry_id)) is not None:
+            decoded = decode(parts)
+        else:
+            decoded = self._pool.decoded(columns["shard_idx"].item(row), entry_id, decode)
+        fields["entry_id"] = entry_id + tag
+        fields["keys"], fields["values"] = decoded.keys.view(), decoded.values.view()
+        fields["escaped_source"] = decoded.escaped_source
+        return fields
+
+    def _decoded(self, row: int, parts: Sequence[Tensor]) -> Decoded:
         tensors = [part for part in parts if part.suffix != SOURCE]
+        n_tokens = self._table.columns["n_tokens"].item(row)
         try:
-            fields["keys"], fields["values"] = self._codec.decode(
-                tensors, fields["n_tokens"], self.config.embed_dim
-            )
+            rows = self._codec.decode(tensors, n_tokens, self.config.embed_dim)
         except ValueError as error:
             raise self._misfit(row, str(error)) from None
-        if len(parts) > len(tensors):
-            fields["escaped_source"] = _source.escaped(parts)
-        return fields
+        return Decoded(*rows, _source.escaped(parts))
 
     def _keys(self, row: int) -> Floats:
         """Return the stored keys of an entry without a look at its values."""
@@ -163,10 +175,10 @@ class Reader:
     def _tensors(self, row: int, suffixes: Collection[str] = SUFFIXES) -> list[Tensor]:
         """Return stored parts of an entry."""
         columns = self._table.columns
-        entry_id = int(columns["entry_id"][row])
+        entry_id = columns["entry_id"].item(row)
         parts = self._unwritten(entry_id)
         if parts is None:
-            return self._pool.load(int(columns["shard_idx"][row]), entry_id, suffixes)
+            return self._pool.load(columns["shard_idx"].item(row), entry_id, suffixes)
         return [part for part in parts if part.suffix in suffixes]
 
     def prefetch(self, entry_ids: Any) -> None:
@@ -181,8 +193,7 @@ class Reader:
         """
         with self._lock:
             self._check_open()
-            found = map(self._table.find, _arrays.entry_ids(entry_ids).tolist())
-            self._fetch([row for row in found if row is not None])
+            self._fetch(self._rows_of(_arrays.entry_ids(entry_ids).tolist()))
 
     def _fetch(self, rows: Sequence[int], suffixes: Collection[str] = SUFFIXES) -> None:
         columns = self._table.columns
@@ -200,7 +211,7 @@ class Reader:
         """Return the parts of an entry that is in no shard yet."""
         return None
 
-    def _accessed(self, entry_ids: Sequence[int], by: int = 1) -> None:
+    def _accessed(self, rows: Iterable[int], by: int = 1) -> None:
         """Count an access of each entry that was found, where accesses are counted."""
 
     # -- contents ---------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,13 +14,14 @@ from safetensors import SafetensorError, safe_open
 
 from hybridmem import _source
 from hybridmem._checksums import crc32c
-from hybridmem._codec import Tensor
+from hybridmem._codec import Decoded, Tensor
 from hybridmem._fileio import Buffer, Directory, Piece
 from hybridmem._format import (
     HEADER_FIXED_BYTES,
     HEADER_TENSOR_BYTES,
     ITEM_BYTES,
     MAX_HEADER_BYTES,
+    PARTS,
     SOURCE,
     SUFFIXES,
     ShardHeader,
@@ -195,14 +196,17 @@ class _Open:
     seen : dict of int to list of Tensor
         Entries whose parts were all verified, as views of the map: what is found again and again
         costs a look here.
+    decoded : dict of int to Decoded
+        The same, decoded, where that are views of the map too.
     """
 
-    __slots__ = ("data", "fd", "seen")
+    __slots__ = ("data", "decoded", "fd", "seen")
 
     def __init__(self, data: npt.NDArray[np.uint8] | None, fd: int) -> None:
         self.data = data
         self.fd = fd
         self.seen: dict[int, list[Tensor]] = {}
+        self.decoded: dict[int, Decoded] = {}
 
 
 class ShardPool:
@@ -304,6 +308,20 @@ class ShardPool:
             if complete and opened.data is not None:
                 opened.seen[entry_id] = tensors
             return tensors
+
+    def decoded(
+        self, number: int, entry_id: int, decode: Callable[[Sequence[Tensor]], Decoded]
+    ) -> Decoded:
+        """Return what `decode` makes of the parts of an entry, which `load` verifies."""
+        with self._lock:
+            opened = self._opened(number)
+            known = opened.decoded.get(entry_id)
+            if known is None:
+                known = decode(self.load(number, entry_id, PARTS))
+                data, rows = opened.data, (known.keys, known.values)
+                if data is not None and all(np.may_share_memory(one, data) for one in rows):
+                    opened.decoded[entry_id] = known
+            return known
 
     def prefetch(
         self, entries: Iterable[tuple[int, int]], suffixes: Collection[str] = SUFFIXES

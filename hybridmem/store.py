@@ -467,15 +467,13 @@ class Store(Finder):
     def _unflushed_bytes(self) -> int:
         return self._writer.unflushed_bytes if self._writer is not None else 0
 
-    def _accessed(self, entry_ids: Sequence[int], by: int = 1) -> None:
+    def _accessed(self, rows: Iterable[int], by: int = 1) -> None:
         if self._writer is None or self._forked:
             return
-        counts = self._table.columns["access_count"]
-        for entry_id in entry_ids:
-            row = self._table.find(entry_id)
-            if row is not None:
-                counts[row] = min(max(int(counts[row]) + by, 0), _MAX_ACCESS)
-                self._writer.accessed.add(entry_id)
+        counts, ids = (self._table.columns[name] for name in ("access_count", "entry_id"))
+        for row in rows:
+            counts[row] = min(max(counts.item(row) + by, 0), _MAX_ACCESS)
+            self._writer.accessed.add(ids.item(row))
 
     def _writing(self) -> _commit.Writer:
         self._check_open()

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from hybridmem import _adopting, _copies, _source, opening
 from hybridmem._codec import Tensor
 from hybridmem._fileio import Buffer, Directory
-from hybridmem._finding import Finder, Search
+from hybridmem._finding import Search
 from hybridmem._format import PARTS, SOURCE
 from hybridmem._manifest import Calibration
 from hybridmem._merging import Candidates
@@ -268,10 +268,11 @@ class Partition:
     def _hits(self, question: Question) -> list[list[tuple[float, Fetched]]]:
         seen: dict[int, Fetched] = {}
 
-        def make(_: Finder, row: int, score: float) -> tuple[float, Fetched]:
-            if row not in seen:
-                seen[row] = self._fetched(row)
-            return score, seen[row]
+        def make(_: int, rows: list[int], scores: list[float]) -> Iterator[tuple[float, Fetched]]:
+            for row, score in zip(rows, scores, strict=True):
+                if row not in seen:
+                    seen[row] = self._fetched(row)
+                yield score, seen[row]
 
         return self.store._answer(question, make)
 
@@ -308,13 +309,13 @@ class Partition:
             counts = Counter(accesses)
             rows = {one: store._table.find(one) for one in sorted(counts)}
             entries = [None if row is None else self._fetched(row) for row in rows.values()]
-            store._accessed(accesses)
+            store._accessed(store._rows_of(accesses))
         return entries
 
     def read_take_back(self, accesses: Sequence[int]) -> None:
         """Count accesses no longer."""
         with self.store._lock:
-            self.store._accessed(accesses, -1)
+            self.store._accessed(self.store._rows_of(accesses), -1)
 
     def _fetched(self, row: int) -> Fetched:
         store = self.store
