@@ -6,7 +6,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # What the compiled part is made from: a change builds it anew.
-NATIVE := pyproject.toml setup.py $(wildcard hybridmem/*.pyx hybridmem/_simd/*.h)
+NATIVE := pyproject.toml setup.py $(wildcard hybridmem/*.pyx hybridmem/*.pxi hybridmem/_simd/*.h)
 # Arguments for pytest, as in  make test ARGS="-k query -x"
 ARGS   ?=
 # How long the reliability run goes on; with  ARGS=--long MINUTES=100  a million mutated stores.
@@ -63,7 +63,7 @@ bench: $(VENV)/.installed-bench
 lint: $(VENV)/.installed-lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	PATH="$(abspath $(BIN)):$$PATH" cython-lint hybridmem/_kernels.pyx
+	PATH="$(abspath $(BIN)):$$PATH" cython-lint hybridmem/*.pyx hybridmem/*.pxi
 
 types: $(VENV)/.installed-lint
 	$(BIN)/mypy

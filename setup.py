@@ -45,7 +45,11 @@ class BuildKernels(build_ext):
 kernels = Extension(
     "hybridmem._kernels",
     sources=["hybridmem/_kernels.pyx"],
-    depends=sorted(str(p.relative_to(HERE)) for p in HERE.glob("hybridmem/_simd/*.h")),
+    depends=sorted(
+        str(path.relative_to(HERE))
+        for pattern in ("_simd/*.h", "*.pxi")
+        for path in HERE.glob(f"hybridmem/{pattern}")
+    ),
     include_dirs=["hybridmem"],
 )
 kernels.cython_directives = DIRECTIVES

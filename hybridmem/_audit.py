@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hybridmem._index import IndexView, LayerIndex
-from hybridmem._ranking import RERANKS, combined, evidence
+from hybridmem._ranking import KEY_RERANKS, combined, evidence
 from hybridmem._signatures import Bytes, Floats, Signatures, first_mean
 from hybridmem.config import Config
 from hybridmem.hdc import SignatureSpec, sign_query
@@ -72,7 +72,7 @@ def audit(
         Whether the keys are those that a second stage reads.
     """
     forms = _other_forms(config, signatures, layer, queries)
-    said: dict[str, list[npt.NDArray[Any]]] = {truth: [] for truth in RERANKS}
+    said: dict[str, list[npt.NDArray[Any]]] = {truth: [] for truth in KEY_RERANKS}
     asked = queries if exact is None else exact
     centred = [
         signatures.centred_query(layer.number, rows) if exact is None else rows for rows in asked
@@ -85,7 +85,7 @@ def audit(
     other_keys = 0
     for _, keys, signature in layer.signed():
         other_keys += not signatures.is_of(layer.number, keys, signature)
-        for truth in RERANKS:
+        for truth in KEY_RERANKS:
             found = evidence(truth, rows[truth], keys, n_heads)
             said[truth].append(found.astype(np.float64 if truth == "pooled" else np.float32))
         for form in forms:
@@ -97,10 +97,11 @@ def audit(
     own = _described(signatures.spec, centred=layer.number in signatures.centres)
     signed = [signatures.of_query(layer.number, rows) for rows in queries]
     depth = max(k, min(candidates, len(layer.ids)))
+    base = [ids for ids, _ in layer.view.search(signed, depth, layer.ids)]
     orders = {
         "random": None,
         "recency": [layer.ids[::-1]] * len(queries),
-        f"{own}: this store": [ids for ids, _ in layer.view.search(signed, depth, layer.ids)],
+        f"{own}: this store": base,
     }
     if any(layer.view.is_large(query, len(layer.ids), k) for query in signed):
         orders[f"{own}, approximate: this store"] = [
@@ -112,9 +113,12 @@ def audit(
             signatures.by_norm(ids, far, layer.paddings[np.searchsorted(layer.ids, ids)])[0]
             for ids, far in everything
         ]
+    orders[f"{own}, {depth} re-ranked by signatures: this store"] = [
+        _best(ids, signatures.cosines(layer.number, layer.view, query, ids).mean(axis=(1, 2)))
+        for query, ids in zip(queries, base, strict=True)
+    ]
     if rerank:
-        base = orders[f"{own}: this store"] or []
-        for truth in RERANKS:
+        for truth in KEY_RERANKS:
             orders[f"{own}, {depth} re-ranked by {truth}: this store"] = [
                 _best(np.sort(ids), one[np.searchsorted(layer.ids, np.sort(ids))])
                 for ids, one in zip(base, scores[truth], strict=True)

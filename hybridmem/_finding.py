@@ -240,9 +240,16 @@ class Search:
         return Candidates(ids, distances, estimates, positions, layer_entries)
 
     def said(self, at: int, entry_ids: Sequence[int]) -> Scores:
-        """Return what the keys of entries say to one of the queries, shape (n, heads, m)."""
+        """Return what entries say to one of the queries, shape (n, heads, m)."""
         finder, ranking = self.finder, self.question.ranking
         assert ranking.rerank is not None
+        if ranking.rerank == "signatures":
+            return finder._signatures.cosines(
+                self.question.layer_idx,
+                self._view,
+                self.question.queries[at],
+                np.array(entry_ids, np.uint64),
+            )
         query = self.question.exact[at]
         if query is None:  # else of another space than the layer's mean query, so not centred
             query = self.question.queries[at]
@@ -266,14 +273,18 @@ def _said(
     searches: Sequence[Search], found: Sequence[Candidates], at: int, places: Sequence[Place]
 ) -> Scores:
     """Ask each store for its entries, and put what they say in the order of the places."""
-    parts: dict[Place, Scores] = {}
+    if len(searches) == 1:
+        return searches[0].said(at, found[0].ids[[one for _, one in places]].tolist())
+    stores = np.array([number for number, _ in places])
+    order = np.argsort(stores, kind="stable")
+    parts = []
     for number, search in enumerate(searches):
-        mine = [place for place in places if place[0] == number]
+        mine = [one for store, one in places if store == number]
         if mine:
-            ids = found[number].ids
-            each = search.said(at, [int(ids[one]) for _, one in mine])
-            parts.update(zip(mine, each, strict=True))
-    return np.stack([parts[place] for place in places])
+            parts.append(search.said(at, found[number].ids[mine].tolist()))
+    said = np.empty((len(places), *parts[0].shape[1:]))
+    said[order] = np.concatenate(parts)
+    return said
 
 
 def answer(

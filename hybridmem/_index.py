@@ -395,20 +395,53 @@ class IndexView:
                 _kernels.late_at(*late, rows, query, out)
         return distances
 
-    def _by_token(self, query: U8, places: I64) -> U32:
+    def dots(self, query: NDArray[np.int8], entry_ids: U64) -> NDArray[np.int32]:
+        """Largest dot products of a query's rows with the signs of entries, in their order.
+
+        Parameters
+        ----------
+        query : ndarray of int8, [query_tokens, bits]
+            As hdc.round_query makes it.
+        entry_ids : ndarray of uint64, [n]
+
+        Returns
+        -------
+        ndarray of int32, [n, query_tokens]
+
+        Raises
+        ------
+        KeyError
+            If one of the entries is not in the view, or no longer.
+        """
+        order = np.argsort(entry_ids)
+        places = self.find(entry_ids[order])
+        if len(places) != len(entry_ids):
+            raise KeyError("an entry went meanwhile")
+        out = np.empty((len(places), len(query)), np.int32)
+        out[order] = self._dots(query, places)
+        return out
+
+    def _dots(self, query: NDArray[np.int8], places: I64) -> NDArray[np.int32]:
+        """The same, at these ascending places."""
+        out = np.empty((len(places), len(query)), np.int32)
+        bounds = places.searchsorted(self._starts).tolist()
+        for number, (low, high) in enumerate(pairwise(bounds)):
+            if low == high:
+                continue
+            block, rows = self._parts[number][0], places[low:high] - self._starts[number]
+            data, used, lanes = block.data, block.used, self._layout.lanes
+            if self._layout.spec.pooled:  # side by side, as the kernel wants them
+                data = np.zeros((-(-len(rows) // LANES), self._layout.sub_bytes, LANES), np.uint8)
+                used, lanes = np.ones(len(rows), np.uint32), 1
+                _kernels.late_pack(block.data[rows], used, 0, lanes, data)
+                rows = np.arange(len(rows))
+            _kernels.late_dots(data, used, lanes, rows, query, out[low:high])
+        return out
+
+    def _by_token(self, query: U8, places: I64) -> NDArray[np.int32]:
         """Distances of each query token, a row each, at these ascending places."""
-        parts = []
-        for (block, _), start, (low, high) in zip(
-            self._parts,
-            self._starts,
-            pairwise(np.searchsorted(places, self._starts).tolist()),
-            strict=False,
-        ):
-            out = np.empty((len(query), high - low), np.uint32)
-            rows = places[low:high] - start
-            _kernels.late_each(block.data, block.used, self._layout.lanes, rows, query, out)
-            parts.append(out)
-        return np.concatenate(parts, axis=1)
+        signs = np.unpackbits(query, axis=1, bitorder="little").astype(np.int8) * 2 - 1
+        return (self._layout.spec.bits - self._dots(signs, places).T) // 2
 
     def _smallest(self, distances: U32, alive: U8, k: int, tokens: int) -> I64:
         limit = self._layout.spec.denominator(tokens)

@@ -11,6 +11,7 @@ _U8 = NDArray[np.uint8]
 _U16 = NDArray[np.uint16]
 _U32 = NDArray[np.uint32]
 _U64 = NDArray[np.uint64]
+_I32 = NDArray[np.int32]
 _I64 = NDArray[np.int64]
 
 __test__: dict[str, Any]
@@ -26,7 +27,16 @@ def copy_finite(src: _F32, dst: _F32) -> bool: ...
 def all_finite(x: _F32) -> bool: ...
 
 # Projection
-def project(x: _F32, flips: _U64, padded: int, folded: int, bits: int, out: _U8) -> None: ...
+def project(
+    x: _F32,
+    flips: _U64,
+    padded: int,
+    folded: int,
+    bits: int,
+    out: _U8 | None,
+    values: _F32 | None = None,
+) -> None: ...
+def round_rows(x: _F32, most: int, out: _I8) -> None: ...
 
 # Hamming distances of whole signatures
 def hamming_topk(
@@ -50,8 +60,8 @@ def late_topk(
 ) -> None: ...
 def late_all(groups: _U8, used: _U32, lanes: int, query: _U8, out: _U32) -> None: ...
 def late_at(groups: _U8, used: _U32, lanes: int, entries: _I64, query: _U8, out: _U32) -> None: ...
-def late_each(
-    groups: _U8, used: _U32, lanes: int, entries: _I64, query: _U8, out: _U32
+def late_dots(
+    groups: _U8, used: _U32, lanes: int, entries: _I64, query: _I8, out: _I32
 ) -> None: ...
 def late_gated(
     groups: _U8,

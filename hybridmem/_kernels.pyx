@@ -1,6 +1,6 @@
 """Compiled kernels. One call per batch; the caller checks shapes, contents are taken as they are.
 
-    _kernels.pyx    arguments, memory, the GIL
+    _kernels.pyx, *.pxi    arguments, memory, the GIL
         |
     _simd/search.h, project.h      loops that are the same for every instruction set
         |
@@ -14,7 +14,7 @@ The compiler directives are in setup.py, with a switch for bounds checks.
 import os
 
 from libc.stddef cimport size_t
-from libc.stdint cimport int8_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
+from libc.stdint cimport int8_t, int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 
 cdef extern from "_simd/dispatch.h" nogil:
     ctypedef struct hm_kernels:
@@ -39,7 +39,9 @@ cdef extern from "_simd/fpenv.h" nogil:
 cdef extern from "_simd/project.h" nogil:
     void hm_project_row(
         const hm_kernels *k, const float *x, size_t d, const uint64_t *flips, size_t padded,
-        size_t folded, size_t bits, float *scaled, float *y, uint8_t *out) noexcept
+        size_t folded, size_t bits, float *scaled, float *y, uint8_t *out,
+        float *values) noexcept
+    void hm_round_row(const float *x, size_t n, int most, int8_t *out) noexcept
 
 cdef extern from "_simd/search.h" nogil:
     ctypedef struct hm_late_block:
@@ -69,9 +71,11 @@ cdef extern from "_simd/search.h" nogil:
     void hm_late_at(
         const hm_kernels *k, const hm_late_block *block, const int64_t *at, size_t n,
         const uint8_t *prepared, size_t t, uint32_t *out) noexcept
-    void hm_late_each(
+    void hm_late_tables(
+        const int8_t *query, size_t t, size_t bytes, uint8_t *tables, int32_t *sums) noexcept
+    void hm_late_dots(
         const hm_kernels *k, const hm_late_block *block, const int64_t *at, size_t n,
-        const uint8_t *prepared, size_t t, uint32_t *out) noexcept
+        const uint8_t *tables, const int32_t *sums, size_t t, int32_t *out) noexcept
     void hm_late_gated(
         const hm_kernels *k, const hm_late_block *block, const int64_t *at, size_t n,
         const uint8_t *prepared, size_t t, const uint32_t *ends, const uint32_t *limits,
@@ -82,46 +86,6 @@ cdef extern from "_simd/search.h" nogil:
     size_t hm_select(
         const uint32_t *distance, const uint8_t *alive, size_t n, size_t limit, size_t k,
         uint64_t *counts, int64_t *out) noexcept
-
-cdef extern from "_simd/codec.h" nogil:
-    ctypedef struct hm_codec:
-        float (*quantize_channels)(
-            const float *, size_t, size_t, int, int8_t *, float *, float *) noexcept nogil
-        float (*quantize_rows)(
-            const float *, size_t, size_t, size_t, int, int8_t *, float *, float *) noexcept nogil
-        void (*dequantize_channels)(
-            const int8_t *, size_t, size_t, int, const float *, const float *, float *
-        ) noexcept nogil
-        void (*dequantize_rows)(
-            const int8_t *, size_t, size_t, size_t, int, const float *, size_t, const float *,
-            size_t, float *) noexcept nogil
-        int (*to_bfloat16)(const float *, size_t, uint16_t *) noexcept nogil
-        int (*to_float16)(const float *, size_t, uint16_t *) noexcept nogil
-        void (*from_bfloat16)(const uint16_t *, size_t, float *) noexcept nogil
-        void (*from_float16)(const uint16_t *, size_t, float *) noexcept nogil
-    const hm_codec *hm_codec_of(const char *level) noexcept
-
-cdef extern from "_simd/attend.h" nogil:
-    enum: HM_ATTEND_ROWS
-    ctypedef struct hm_attention:
-        size_t queries
-        size_t heads
-        size_t kv_heads
-        size_t head_dim
-        float scale
-        const float *q
-        float *acc
-        float *top
-        float *sum
-        float *scores
-    ctypedef struct hm_rows:
-        const float *k
-        const float *v
-        size_t n
-        const float *next
-        size_t next_n
-    ctypedef void (*hm_attend_fn)(const hm_attention *, const hm_rows *) noexcept nogil
-    hm_attend_fn hm_attend_of(const char *level) noexcept
 
 cdef extern from *:
     """
@@ -229,8 +193,12 @@ def all_finite(const float[:, ::1] x not None):
 # ---------------------------------------------------------------------------------------------
 
 def project(const float[:, ::1] x not None, const uint64_t[::1] flips not None, Py_ssize_t padded,
-            Py_ssize_t folded, Py_ssize_t bits, uint8_t[:, ::1] out not None):
-    """Signature of each row of x; see hybridmem.hdc for the projection and the order of flips."""
+            Py_ssize_t folded, Py_ssize_t bits, uint8_t[:, ::1] out,
+            float[:, ::1] values=None):
+    """Signature of each row of x; see hybridmem.hdc for the projection and the order of flips.
+
+    If out is None, values get the floats whose signs these are, each row times a power of two.
+    """
     cdef Py_ssize_t n = x.shape[0], d = x.shape[1], row
     cdef float *scratch
     cdef hm_fpenv saved
@@ -241,12 +209,27 @@ def project(const float[:, ::1] x not None, const uint64_t[::1] flips not None, 
         if scratch != NULL:
             saved = hm_fpenv_enter()
             for row in range(n):
-                hm_project_row(hm_active, &x[row, 0], d, &flips[0], padded, folded, bits, scratch,
-                               scratch + padded, &out[row, 0])
+                hm_project_row(
+                    hm_active, &x[row, 0], d, &flips[0], padded, folded, bits, scratch,
+                    scratch + padded, NULL if out is None else &out[row, 0],
+                    NULL if out is not None else &values[row, 0])
             hm_fpenv_leave(saved)
             hm_free(scratch)
     if scratch == NULL:
         raise MemoryError
+
+
+def round_rows(const float[:, ::1] x not None, int most, int8_t[:, ::1] out not None):
+    """Integers next to each row times most / its largest magnitude, ties to even; most <= 127."""
+    cdef Py_ssize_t row
+    cdef hm_fpenv saved
+    if x.shape[0] == 0 or x.shape[1] == 0:
+        return
+    with nogil:
+        saved = hm_fpenv_enter()
+        for row in range(x.shape[0]):
+            hm_round_row(&x[row, 0], x.shape[1], most, &out[row, 0])
+        hm_fpenv_leave(saved)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -389,21 +372,31 @@ def late_at(const uint8_t[:, :, ::1] groups not None, const uint32_t[::1] used n
         hm_free(prepared)
 
 
-def late_each(const uint8_t[:, :, ::1] groups not None, const uint32_t[::1] used not None,
+def late_dots(const uint8_t[:, :, ::1] groups not None, const uint32_t[::1] used not None,
               Py_ssize_t lanes, const int64_t[::1] entries not None,
-              const uint8_t[:, ::1] query not None, uint32_t[:, ::1] out not None):
-    """Distance of each token (a row of query, of out) to chosen entries: to their nearest."""
-    cdef const hm_kernels *kernels = _late_kernels(groups.shape[1])
+              const int8_t[:, ::1] query not None, int32_t[:, ::1] out not None):
+    """Largest dot product of each row of the query with a sub-signature of each chosen entry.
+
+    The query is [t, bits], out is [n, t]. A set bit of a sub-signature stands for 1, another for
+    -1; the numbers of the query lie between -15 and 15.
+    """
+    cdef size_t t = query.shape[0]
     cdef hm_late_block block
-    cdef uint8_t *prepared
-    if entries.shape[0] == 0:
+    cdef uint8_t *tables
+    cdef int32_t *sums
+    if entries.shape[0] == 0 or t == 0:
         return
     with nogil:
         block = _late_block(groups, used, lanes)
-        prepared = _prepare(kernels, query)
-        hm_late_each(kernels, &block, &entries[0], entries.shape[0], prepared, query.shape[0],
-                     &out[0, 0])
-        hm_free(prepared)
+        tables = <uint8_t *> hm_alloc(t * (block.bytes * 32 + sizeof(int32_t)))
+        if tables != NULL:
+            sums = <int32_t *> (tables + t * block.bytes * 32)
+            hm_late_tables(&query[0, 0], t, block.bytes, tables, sums)
+            hm_late_dots(hm_active, &block, &entries[0], entries.shape[0], tables, sums, t,
+                         &out[0, 0])
+            hm_free(tables)
+    if tables == NULL:
+        raise MemoryError
 
 
 def late_gated(const uint8_t[:, :, ::1] groups not None, const uint32_t[::1] used not None,
@@ -457,266 +450,8 @@ def select_smallest(const uint32_t[::1] distances not None, const uint8_t[::1] a
     return found
 
 
-# ---------------------------------------------------------------------------------------------
-# Stored forms of keys and values
-# ---------------------------------------------------------------------------------------------
-
-
-def quantize_channels(const float[:, ::1] x not None, bint wide, int8_t[:, ::1] q not None,
-                      float[::1] scale not None, float[::1] zero not None):
-    """INT8 with a zero for each of d columns and a scale for each two, ceil(d / 2) of them.
-
-    Returns the largest magnitude: NaN or infinity if x holds one, and then q means nothing. Scales
-    and zeros are exact in float16, or only in float32 if wide, which any magnitude needs that is
-    neither 0 nor in [2**-8, 65504].
-    """
-    cdef float peak
-    cdef hm_fpenv saved
-    with nogil:
-        saved = hm_fpenv_enter()
-        peak = hm_codec_of(hm_active.name).quantize_channels(
-            &x[0, 0], x.shape[0], x.shape[1], wide, &q[0, 0], &scale[0], &zero[0])
-        hm_fpenv_leave(saved)
-    return peak
-
-
-def quantize_rows(const float[:, ::1] x not None, Py_ssize_t width, bint wide,
-                  int8_t[:, ::1] q not None, float[:, ::1] scale not None,
-                  float[:, ::1] zero not None):
-    """INT8 with a zero and a scale for each group of width columns of each row.
-
-    As quantize_channels; width is a multiple of 32.
-    """
-    cdef float peak
-    cdef hm_fpenv saved
-    with nogil:
-        saved = hm_fpenv_enter()
-        peak = hm_codec_of(hm_active.name).quantize_rows(
-            &x[0, 0], x.shape[0], x.shape[1], width, wide, &q[0, 0], &scale[0, 0], &zero[0, 0])
-        hm_fpenv_leave(saved)
-    return peak
-
-
-def dequantize_channels(const int8_t[:, ::1] q not None, bint wide,
-                        const float[::1] scale not None, const float[::1] zero not None,
-                        float[:, ::1] out not None):
-    """out = zero + scale * q, with a zero for each column and a scale for each two.
-
-    Scales that are not exact in float16 need wide, for the same rounding.
-    """
-    cdef hm_fpenv saved
-    with nogil:
-        saved = hm_fpenv_enter()
-        hm_codec_of(hm_active.name).dequantize_channels(
-            &q[0, 0], q.shape[0], q.shape[1], wide, &scale[0], &zero[0], &out[0, 0])
-        hm_fpenv_leave(saved)
-
-
-def dequantize_rows(const int8_t[:, ::1] q not None, Py_ssize_t width, bint wide,
-                    const float[:, ::1] scale not None, const float[:, ::1] zero not None,
-                    float[:, ::1] out not None):
-    """out = zero + scale * q, with both for each group of width columns.
-
-    Either has a row for each row of q, or one for all. width is a multiple of 32.
-    """
-    cdef size_t scale_row = scale.shape[1] if scale.shape[0] > 1 else 0
-    cdef size_t zero_row = zero.shape[1] if zero.shape[0] > 1 else 0
-    cdef hm_fpenv saved
-    with nogil:
-        saved = hm_fpenv_enter()
-        hm_codec_of(hm_active.name).dequantize_rows(
-            &q[0, 0], q.shape[0], q.shape[1], width, wide, &scale[0, 0], scale_row, &zero[0, 0],
-            zero_row, &out[0, 0])
-        hm_fpenv_leave(saved)
-
-
-def to_bfloat16(const float[:, ::1] x not None, uint16_t[:, ::1] out not None):
-    """Round half to even; False if a value is not finite, before or after."""
-    cdef int finite
-    with nogil:
-        finite = hm_codec_of(hm_active.name).to_bfloat16(
-            &x[0, 0], <size_t> x.shape[0] * <size_t> x.shape[1], &out[0, 0])
-    return bool(finite)
-
-
-def to_float16(const float[:, ::1] x not None, uint16_t[:, ::1] out not None):
-    """Round half to even, subnormals too; False if a value is not finite, before or after."""
-    cdef int finite
-    cdef hm_fpenv saved
-    with nogil:
-        saved = hm_fpenv_enter()
-        finite = hm_codec_of(hm_active.name).to_float16(
-            &x[0, 0], <size_t> x.shape[0] * <size_t> x.shape[1], &out[0, 0])
-        hm_fpenv_leave(saved)
-    return bool(finite)
-
-
-def from_bfloat16(const uint16_t[:, ::1] x not None, float[:, ::1] out not None):
-    """Widen exactly."""
-    with nogil:
-        hm_codec_of(hm_active.name).from_bfloat16(
-            &x[0, 0], <size_t> x.shape[0] * <size_t> x.shape[1], &out[0, 0])
-
-
-def from_float16(const uint16_t[:, ::1] x not None, float[:, ::1] out not None):
-    """Widen exactly."""
-    cdef hm_fpenv saved
-    with nogil:
-        saved = hm_fpenv_enter()
-        hm_codec_of(hm_active.name).from_float16(
-            &x[0, 0], <size_t> x.shape[0] * <size_t> x.shape[1], &out[0, 0])
-        hm_fpenv_leave(saved)
-
-
-# ---------------------------------------------------------------------------------------------
-# Attention over stored rows
-# ---------------------------------------------------------------------------------------------
-
-cdef int _attention_set(hm_attention *a, const float[:, ::1] q, Py_ssize_t heads,
-                        Py_ssize_t kv_heads, float scale, float[:, ::1] acc, float[:, ::1] top,
-                        float[:, ::1] total) noexcept nogil:
-    a.queries = q.shape[0]
-    a.heads = heads
-    a.kv_heads = kv_heads
-    a.head_dim = q.shape[1] // heads
-    a.scale = scale
-    a.q = &q[0, 0]
-    a.acc = &acc[0, 0]
-    a.top = &top[0, 0]
-    a.sum = &total[0, 0]
-    a.scores = <float *> hm_alloc(a.queries * a.heads * HM_ATTEND_ROWS * sizeof(float))
-    return a.scores != NULL
-
-
-def attend(const float[:, ::1] q not None, keys, values, Py_ssize_t heads, Py_ssize_t kv_heads,
-           float scale, float[:, ::1] acc not None, float[:, ::1] top not None,
-           float[:, ::1] total not None):
-    """Go on with the attention of q over several groups of rows, keys[i] with values[i].
-
-    q is [m, heads * head_dim], keys and values are tuples of [n, kv_heads * head_dim]. acc has the
-    shape of q and begins as zeros, top and total are [m, heads] and begin as -inf and 0.
-    """
-    cdef Py_ssize_t count = len(keys), i
-    cdef const float[:, ::1] k, v
-    cdef hm_attention a
-    cdef hm_rows *some = <hm_rows *> hm_alloc(max(count, 1) * sizeof(hm_rows))
-    cdef int ready = some != NULL
-    if not ready:
-        raise MemoryError
-    try:
-        for i in range(count):
-            k, v = keys[i], values[i]
-            some[i].k, some[i].v, some[i].n = &k[0, 0], &v[0, 0], k.shape[0]
-            some[i].next, some[i].next_n = NULL, 0
-            if i > 0:
-                some[i - 1].next, some[i - 1].next_n = some[i].k, some[i].n
-        with nogil:
-            ready = _attention_set(&a, q, heads, kv_heads, scale, acc, top, total)
-            if ready:
-                for i in range(count):
-                    hm_attend_of(hm_active.name)(&a, &some[i])
-                hm_free(a.scores)
-        if not ready:
-            raise MemoryError
-    finally:
-        hm_free(some)
-
-
-def attend_half(const float[:, ::1] q not None, const uint16_t[:, ::1] k not None,
-                const uint16_t[:, ::1] v not None, bint bfloat16, Py_ssize_t heads,
-                Py_ssize_t kv_heads, float scale, float[:, ::1] acc not None,
-                float[:, ::1] top not None, float[:, ::1] total not None):
-    """As attend, over float16 or bfloat16 bits, of which a few rows at a time are widened."""
-    cdef hm_attention a
-    cdef hm_rows some
-    cdef size_t d = k.shape[1], n = k.shape[0], first, rows
-    cdef float *wide = NULL
-    cdef const hm_codec *codec = hm_codec_of(hm_active.name)
-    cdef int ready
-    cdef hm_fpenv saved
-    with nogil:
-        ready = _attention_set(&a, q, heads, kv_heads, scale, acc, top, total)
-        if ready:
-            wide = <float *> hm_alloc(2 * HM_ATTEND_ROWS * d * sizeof(float))
-            ready = wide != NULL
-        if ready:
-            first = 0
-            while first < n:
-                rows = min(n - first, <size_t> HM_ATTEND_ROWS)
-                saved = hm_fpenv_enter()
-                if bfloat16:
-                    codec.from_bfloat16(&k[first, 0], rows * d, wide)
-                    codec.from_bfloat16(&v[first, 0], rows * d, wide + rows * d)
-                else:
-                    codec.from_float16(&k[first, 0], rows * d, wide)
-                    codec.from_float16(&v[first, 0], rows * d, wide + rows * d)
-                hm_fpenv_leave(saved)
-                some = hm_rows(k=wide, v=wide + rows * d, n=rows, next=NULL, next_n=0)
-                hm_attend_of(hm_active.name)(&a, &some)
-                first += rows
-        hm_free(wide)
-        hm_free(a.scores)
-    if not ready:
-        raise MemoryError
-
-
-cdef void _widen_int8(const hm_codec *codec, const int8_t[:, ::1] q, const float[:, ::1] scale,
-                      const float[:, ::1] zero, Py_ssize_t width, bint wide, size_t first,
-                      size_t rows, float *out) noexcept nogil:
-    """Rows of INT8 as float32; width 0: one zero for each column, one scale for each two."""
-    cdef size_t d = q.shape[1], scale_at, zero_at
-    if width == 0:
-        codec.dequantize_channels(&q[first, 0], rows, d, wide, &scale[0, 0], &zero[0, 0], out)
-        return
-    scale_at = first if scale.shape[0] > 1 else 0
-    zero_at = first if zero.shape[0] > 1 else 0
-    codec.dequantize_rows(
-        &q[first, 0], rows, d, width, wide,
-        &scale[scale_at, 0], scale.shape[1] if scale.shape[0] > 1 else 0,
-        &zero[zero_at, 0], zero.shape[1] if zero.shape[0] > 1 else 0, out)
-
-
-def attend_int8(const float[:, ::1] q not None,
-                const int8_t[:, ::1] k not None, const float[:, ::1] k_scale not None,
-                const float[:, ::1] k_zero not None, Py_ssize_t k_width, bint k_wide,
-                const int8_t[:, ::1] v not None, const float[:, ::1] v_scale not None,
-                const float[:, ::1] v_zero not None, Py_ssize_t v_width, bint v_wide,
-                Py_ssize_t heads, Py_ssize_t kv_heads, float scale, float[:, ::1] acc not None,
-                float[:, ::1] top not None, float[:, ::1] total not None):
-    """As attend, over INT8, of which a few rows at a time are widened.
-
-    k_width and v_width are the columns of a group, as in dequantize_rows; 0 stands for the layout
-    of dequantize_channels.
-    """
-    cdef hm_attention a
-    cdef hm_rows some
-    cdef size_t d = k.shape[1], n = k.shape[0], first, rows
-    cdef float *wide_k = NULL
-    cdef float *wide_v
-    cdef const hm_codec *codec = hm_codec_of(hm_active.name)
-    cdef int ready
-    cdef hm_fpenv saved
-    with nogil:
-        ready = _attention_set(&a, q, heads, kv_heads, scale, acc, top, total)
-        if ready:
-            wide_k = <float *> hm_alloc(2 * HM_ATTEND_ROWS * d * sizeof(float))
-            ready = wide_k != NULL
-        if ready:
-            wide_v = wide_k + HM_ATTEND_ROWS * d
-            first = 0
-            while first < n:
-                rows = min(n - first, <size_t> HM_ATTEND_ROWS)
-                saved = hm_fpenv_enter()
-                _widen_int8(codec, k, k_scale, k_zero, k_width, k_wide, first, rows, wide_k)
-                _widen_int8(codec, v, v_scale, v_zero, v_width, v_wide, first, rows, wide_v)
-                hm_fpenv_leave(saved)
-                some = hm_rows(k=wide_k, v=wide_v, n=rows, next=NULL, next_n=0)
-                hm_attend_of(hm_active.name)(&a, &some)
-                first += rows
-        hm_free(wide_k)
-        hm_free(a.scores)
-    if not ready:
-        raise MemoryError
+include "_stored.pxi"
+include "_attend.pxi"
 
 
 # ---------------------------------------------------------------------------------------------

@@ -56,8 +56,7 @@ def choose(
     found : sequence of Candidates
         Of each store, at least as many as `Ranking.depth` asks for, or all there are.
     said : callable
-        Asked, for `rerank`, what the keys of some candidates say (`_ranking.evidence`), shape
-        (n, heads, m).
+        Asked, for `rerank`, what some candidates say (`_ranking.evidence`), shape (n, heads, m).
     most : sequence of (int or None), optional
         Most hits of each store. Those of a second stage are limited in proportion.
 

@@ -1,4 +1,4 @@
-"""The options of a query, and the second stage: what the keys of entries say."""
+"""The options of a query, and the second stage: what is said of entries, and by their keys."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ import numpy.typing as npt
 
 from hybridmem import _arrays
 
-__all__ = ["RERANKS", "Ranking", "Scores", "combined", "evidence", "said_by"]
+__all__ = ["KEY_RERANKS", "Ranking", "Scores", "combined", "evidence", "said_by"]
 
 Floats = npt.NDArray[np.float32]
 Scores = npt.NDArray[np.float64]
 
-RERANKS = ("pooled", "tokens", "late")
+#: Second stages that read keys.
+KEY_RERANKS = ("pooled", "tokens", "late")
+_RERANKS = ("signatures", *KEY_RERANKS)
 _ORDERS = ("hamming", "norm")
 #: Entries that a second stage looks at, in multiples of top_k, where none are given.
 _CANDIDATES = 4
@@ -32,7 +34,7 @@ class Ranking:
     order : {"hamming", "norm"}
         What the signatures are ranked by: similarity alone, or the norm of the entry's centred
         mean key times the cosine that the similarity stands for.
-    rerank : {None, "pooled", "tokens", "late"}
+    rerank : {None, "signatures", "pooled", "tokens", "late"}
     candidates : int
         Entries that the next stage looks at; 0 leaves it to `depth`.
     n_heads : int
@@ -69,8 +71,8 @@ class Ranking:
         if order not in _ORDERS:
             raise ValueError(f"order: got {order!r:.60}, want one of {_ORDERS}")
         rerank = given.get("rerank")
-        if rerank is not None and rerank not in RERANKS:
-            raise ValueError(f"rerank: got {rerank!r:.60}, want None or one of {RERANKS}")
+        if rerank is not None and rerank not in _RERANKS:
+            raise ValueError(f"rerank: got {rerank!r:.60}, want None or one of {_RERANKS}")
         for name, least in (
             ("candidates", top_k),
             ("n_heads", 1),

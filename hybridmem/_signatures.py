@@ -11,7 +11,7 @@ from hybridmem._entries import EntryTable
 from hybridmem._index import IndexView, LayerIndex
 from hybridmem._manifest import Calibration
 from hybridmem.config import Config
-from hybridmem.hdc import centred, mean_pool, sign_entry, sign_query
+from hybridmem.hdc import centred, mean_pool, round_query, sign_entry, sign_query
 
 __all__ = ["Signatures", "first_mean"]
 
@@ -20,6 +20,8 @@ _CALIBRATION_TOKENS = 4096
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
+Ids = npt.NDArray[np.uint64]
+Scores = npt.NDArray[np.float64]
 
 
 class Signatures:
@@ -108,6 +110,19 @@ class Signatures:
         """Return the signatures of a query, uint8 [n, bits/8]."""
         _, centre = self.centres.get(layer, (None, None))
         return sign_query(self._projector, self.spec, rows, centre)
+
+    def cosines(self, layer: int, view: IndexView, rows: Floats, entry_ids: Ids) -> Scores:
+        """Return the largest cosines of a query's tokens with the signs of entries, [n, 1, m].
+
+        Of the tokens as `hdc.round_query` rounds them, not of their signs. KeyError if one of the
+        entries is not in the view of the layer.
+        """
+        _, centre = self.centres.get(layer, (None, None))
+        query = round_query(self._projector, self.spec, rows, centre)
+        squares = np.einsum("ij,ij->i", query, query, dtype=np.int64) * self.spec.bits
+        # A row of zeros is at the same distance from all.
+        cosines: Scores = view.dots(query, entry_ids) / np.sqrt(np.maximum(squares, 1))
+        return cosines[:, None]
 
     def centred_query(self, layer: int, rows: Floats) -> Floats:
         """Return a query less the layer's mean query."""

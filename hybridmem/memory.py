@@ -103,15 +103,18 @@ class Memory(abc.ABC):
             What the signatures are ranked by. "norm" multiplies the cosine that the similarity
             stands for by the norm of the entry's centred mean key, which ranks by the dot product;
             it needs a calibrated layer and one signature an entry.
-        rerank : {"pooled", "tokens", "late"}, optional
-            Let the keys decide among the candidates: by the dot product of the means, by the share
-            of attention, or by late interaction.
+        rerank : {"signatures", "pooled", "tokens", "late"}, optional
+            Let more decide among the candidates. "signatures": their signatures once more, compared
+            with the query as it is before signs are taken of it (`hdc.round_query`), which reads no
+            key. The others read the keys: the dot product of the means, the share of attention, or
+            late interaction.
         candidates : int, optional
             Entries that are looked at for `rerank`; 4 * top_k by default.
         rerank_query : array_like, optional
-            The query in the space of the stored keys, where the entries were indexed by others.
+            The query in the space of the stored keys, where the entries were indexed by others; not
+            for "signatures", which are of the index's space.
         n_heads : int, default 1
-            Heads that are scored separately by `rerank`.
+            Heads that are scored separately where `rerank` reads keys.
         max_run : int, optional
             Most hits that were put one after the other in their layer.
         newest : int, default 0
@@ -212,6 +215,11 @@ class Memory(abc.ABC):
         k = _arrays.count(top_k, "top_k", 1)
         among = None if entry_ids is None else _arrays.entry_ids(entry_ids)
         ranking = Ranking.checked(k, self.config.embed_dim, **options)
+        if ranking.rerank == "signatures" and any(one is not None for one in exact):
+            raise ValueError(
+                'rerank_query: rerank="signatures" compares signatures with the query itself; '
+                "leave it out, or let keys decide"
+            )
         return Question(queries, layer, k, among, exact, ranking)
 
     def _several(self, queries: Any) -> list[Floats]:

@@ -64,6 +64,10 @@ class ReferenceProjector:
             self.rounds.append(block)
 
     def project(self, x: Floats) -> Bytes:
+        return np.packbits(self.values(x) >= 0, bitorder="little")
+
+    def values(self, x: Floats) -> Floats:
+        """What the signs are taken of."""
         assert x.dtype == np.float32
         assert x.shape == (self.embed_dim,)
         largest = float(np.abs(x).max())
@@ -82,8 +86,8 @@ class ReferenceProjector:
             y = hadamard(folded)
             y = hadamard(np.where(second, -y, y))
             y = hadamard(np.where(third, -y, y))
-            outputs.append(y >= 0)
-        return np.packbits(np.concatenate(outputs)[: self.hdc_dim], bitorder="little")
+            outputs.append(y)
+        return np.concatenate(outputs)[: self.hdc_dim]
 
 
 def hadamard(x: Floats) -> Floats:

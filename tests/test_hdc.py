@@ -12,7 +12,15 @@ import pytest
 import twins
 
 from hybridmem import hdc
-from hybridmem.hdc import Projector, SignatureSpec, mean_pool, sign_entry, sign_query, similarity
+from hybridmem.hdc import (
+    Projector,
+    SignatureSpec,
+    mean_pool,
+    round_query,
+    sign_entry,
+    sign_query,
+    similarity,
+)
 
 SEED = hdc.DEFAULT_SEED
 
@@ -54,6 +62,8 @@ def test_more_flips_than_are_kept(embed_dim: int, monkeypatch: pytest.MonkeyPatc
     assert len(projector._flips) == 3 * 64
     np.testing.assert_array_equal(projector.project(x), wanted)
     np.testing.assert_array_equal(wanted[0], twins.project(x[0], hdc_dim, SEED))
+    values = projector.values_of_rows(x)
+    np.testing.assert_array_equal(values[0], twins.projected(x[0], hdc_dim, SEED))
 
 
 def test_golden_bits() -> None:
@@ -115,20 +125,26 @@ def test_flush_to_zero_in_the_thread_changes_nothing(simd: str) -> None:
     libm = ctypes.CDLL(ctypes.util.find_library("m") or "libm.so.6")
     saved, changed = ctypes.create_string_buffer(64), ctypes.create_string_buffer(64)
     x = extreme_rows(100)
-    want = Projector(100, 256).project(x), mean_pool(x, 2)
+    spec = SignatureSpec(256, 1, 256)
+
+    def rounded() -> np.ndarray:
+        return round_query(spec.projector(100), spec, x)
+
+    want = Projector(100, 256).project(x), mean_pool(x, 2), rounded()
     assert libm.fegetenv(saved) == 0
     changed.raw = saved.raw
     mxcsr = int.from_bytes(saved.raw[28:32], "little") | 0x8040 | 0x6000
     changed[28:32] = mxcsr.to_bytes(4, "little")
     assert libm.fesetenv(changed) == 0
     try:
-        got = Projector(100, 256).project_rows(x), mean_pool(x, 2)
+        got = Projector(100, 256).project_rows(x), mean_pool(x, 2), rounded()
         again = ctypes.create_string_buffer(64)
         libm.fegetenv(again)
     finally:
         libm.fesetenv(saved)
     np.testing.assert_array_equal(got[0], want[0])
     np.testing.assert_array_equal(got[1], want[1])
+    np.testing.assert_array_equal(got[2], want[2])
     assert int.from_bytes(again.raw[28:32], "little") & 0xE040 == 0xE040  # the caller's own again
 
 
@@ -299,6 +315,34 @@ def test_sub_signatures(hdc_dim: int, tokens: int, bits: int, n: int) -> None:
     np.testing.assert_array_equal(sign_entry(p, spec, keys), want)
     query = sign_query(p, spec, keys)
     np.testing.assert_array_equal(query, [twins.project(k, width, SEED) for k in keys])
+
+
+@pytest.mark.parametrize("width", [1, 3, 30, 192, 1500])
+@pytest.mark.parametrize(
+    "spec", [SignatureSpec(320), SignatureSpec(512, 1, 64), SignatureSpec(4096, 4, 1024)], ids=str
+)
+def test_a_rounded_query_is_that_of_the_twin(simd: str, width: int, spec: SignatureSpec) -> None:
+    query, centre = normal(width, 5, width), normal(1, width)
+    query[1] = centre
+    for middle in (None, centre):
+        rows = twins.mean_pool(query, 5) if spec.pooled else query
+        rows = rows if middle is None else rows - middle
+        want = [twins.rounded(twins.projected(row, spec.bits, SEED), 15) for row in rows]
+        got = round_query(spec.projector(width), spec, query, middle)
+        assert got.dtype == np.int8
+        np.testing.assert_array_equal(got, want)
+    if not spec.pooled:
+        assert not got[1].any()  # of a zero
+
+
+def test_a_rounded_query_has_the_signs_of_its_signature() -> None:
+    spec, query = SignatureSpec(4096, 1, 256), normal(3, 8, 192)
+    p = spec.projector(192)
+    got = round_query(p, spec, query)
+    signs = np.unpackbits(sign_query(p, spec, query), axis=1, bitorder="little")
+    np.testing.assert_array_equal((got > 0)[got != 0], (signs == 1)[got != 0])
+    assert (np.abs(got).max(axis=1) == 15).all()
+    assert (got == 0).mean() < 0.1
 
 
 def test_score() -> None:

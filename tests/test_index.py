@@ -234,6 +234,27 @@ def test_approximate_search_of_few_or_pooled_entries_is_exact() -> None:
         assert ids.tolist() == [i for i, _ in model.expect(query, 1)]
 
 
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_dots_in_the_order_of_the_ids(spec: SignatureSpec) -> None:
+    model = Model(spec, 5, few=False)
+    model.extend(300)
+    model.remove(0.2)
+    model.extend(5)
+    view = model.index.view()
+    rng = np.random.default_rng(1)
+    for count in (1, 40, len(model.records)):
+        ids = rng.permutation(np.array(list(model.records), np.uint64))[:count]
+        query = rng.integers(-15, 16, (1 if spec.pooled else 9, spec.bits)).astype(np.int8)
+        want = [twins.dots(model.records[i], query) for i in ids.tolist()]
+        np.testing.assert_array_equal(view.dots(query, ids), want)
+    for missing in (1, 10**9, 2**64 - 1):  # ids begin with 2 at least
+        with pytest.raises(KeyError):
+            view.dots(query, np.array([*ids[:3], missing], np.uint64))
+    model.index.remove(int(ids[0]))
+    with pytest.raises(KeyError):
+        view.dots(query, ids)
+
+
 @settings(deadline=None, max_examples=40)
 @given(
     spec=st.sampled_from([s for s in SPECS if s.hdc_dim <= 512]),

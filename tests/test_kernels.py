@@ -151,6 +151,21 @@ def test_nothing_is_finite() -> None:
     assert _kernels.copy_finite(np.empty((5, 0), np.float32), np.empty((5, 0), np.float32))
 
 
+@pytest.mark.parametrize("most", [1, 15, 127])
+@pytest.mark.parametrize("size", [1, 7, 64, 257])
+def test_round_rows(size: int, most: int) -> None:
+    x = np.random.default_rng(size).standard_normal((5, size)).astype(np.float32)
+    x[1] *= np.float32(2.0**100)
+    x[2] *= np.float32(2.0**-100)
+    x[3] = 0
+    x[4] = np.arange(size) / (2 * most)  # ties
+    x[4, -1] = 1
+    got = np.empty(x.shape, np.int8)
+    _kernels.round_rows(x, most, got)
+    np.testing.assert_array_equal(got, [twins.rounded(row, most) for row in x])
+    assert np.abs(got[[0, 1, 2, 4]]).max(axis=1).tolist() == [most] * 4
+
+
 # Hamming distances
 
 
@@ -247,6 +262,9 @@ def test_select_smallest(n: int, k: int, seed: int) -> None:
         (64, 72),
         (128, 16),
         (192, 32),
+        (1, 544),
+        (1, 552),
+        (64, 552),
         (1, 8200),
     ],
 )
@@ -269,10 +287,14 @@ def test_late(simd: str, lanes: int, nbytes: int) -> None:
             got = np.empty(len(at), np.uint32)
             _kernels.late_at(groups, used, lanes, at, query, got)
             np.testing.assert_array_equal(got, want[q][at])
-            each = np.empty((len(query), len(at)), np.uint32)
-            _kernels.late_each(groups, used, lanes, at, query, each)
-            by_token = [[twins.late(subs[i], token[None]) for i in at] for token in query]
-            np.testing.assert_array_equal(each, by_token)
+        numbers = rng.integers(-15, 16, (len(query), 8 * nbytes)).astype(np.int8)
+        if q == len(queries) - 1:  # the largest sums there are, against subs[0]
+            numbers[0], numbers[1] = 15, -15
+        dots = np.array([twins.dots(s, numbers) for s in subs])
+        for at in chosen_rows(rng, n):
+            got = np.empty((len(at), len(query)), np.int32)
+            _kernels.late_dots(groups, used, lanes, at, numbers, got)
+            np.testing.assert_array_equal(got, dots[at])
     for query, ends in ((queries[3], [2, 4]), (queries[1], [1]), (queries[4], [8, 11])):
         so_far = np.array([[twins.late(s, query[:end]) for s in subs] for end in ends])
         limits = np.median(so_far, axis=1).astype(np.uint32)

@@ -104,7 +104,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
     tokens = draw(st.booleans())
     options: dict[str, Any] = {}
     if draw(st.booleans()):
-        options["rerank"] = draw(st.sampled_from(["pooled", "tokens", "late"]))
+        options["rerank"] = draw(st.sampled_from(["signatures", "pooled", "tokens", "late"]))
         options["n_heads"] = draw(st.sampled_from([1, 2]))
         if draw(st.booleans()):
             options["candidates"] = draw(st.integers(8, 12))
@@ -218,7 +218,11 @@ def test_limits_pass_over_what_is_too_much(
                     left[told[0]] -= 1
                     wanted.append(told)
             assert pair.told(memory.query(query, layer, top_k)) == wanted
-            for options in ({"newest": newest, "max_run": 2}, {"rerank": "late"}):
+            for options in (
+                {"newest": newest, "max_run": 2},
+                {"rerank": "late"},
+                {"rerank": "signatures"},
+            ):
                 hits = pair.told(memory.query(query, layer, top_k, **options))
                 for number, limit in enumerate(limits):
                     if limit is not None and not (by_layer and layer):

@@ -24,8 +24,9 @@ pytestmark = [
 MUST = [
     "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md",
     "SECURITY.md", "docs/architecture.md", "docs/conf.py", "docs/format.md",
-    "hybridmem/_kernels.pyi", "hybridmem/_kernels.pyx", "hybridmem/_simd/dispatch.h",
-    "hybridmem/py.typed", "hybridmem/store.py", "packaging/conda/recipe.yaml", "pyproject.toml",
+    "hybridmem/_attend.pxi", "hybridmem/_kernels.pyi", "hybridmem/_kernels.pyx",
+    "hybridmem/_simd/dispatch.h", "hybridmem/_stored.pxi", "hybridmem/py.typed",
+    "hybridmem/store.py", "packaging/conda/recipe.yaml", "pyproject.toml",
     "setup.py", "tests/conftest.py", "tests/test_packaging.py", "tests/contract/__init__.py",
 ]  # fmt: skip
 
@@ -105,7 +106,7 @@ def test_the_wheel_holds_the_package_alone(built: Path) -> None:
     assert "hybridmem/py.typed" in names
     assert "hybridmem/_kernels.pyi" in names
     assert [n for n in names if n.startswith("hybridmem/_kernels.") and n.endswith((".so", ".pyd"))]
-    assert not [name for name in names if name.endswith((".pyx", ".c", ".h"))]
+    assert not [name for name in names if name.endswith((".pyx", ".pxi", ".c", ".h"))]
     needed = {
         line.split(": ")[1].split(">")[0]
         for line in metadata.splitlines()

@@ -45,6 +45,11 @@ def fwht(y: F32) -> F32:
 
 def project(x: F32, hdc_dim: int, seed: int) -> U8:
     """Signature of one vector, from the specification alone."""
+    return np.packbits(projected(x, hdc_dim, seed) >= 0, bitorder="little")
+
+
+def projected(x: F32, hdc_dim: int, seed: int) -> F32:
+    """What the signs of a signature are taken of, scaled as the specification scales it."""
     padded = 1
     while padded < len(x):
         padded *= 2
@@ -79,7 +84,15 @@ def project(x: F32, hdc_dim: int, seed: int) -> U8:
         y = fwht(flip(y))
         y = fwht(flip(y))
         outputs.append(y)
-    return np.packbits(np.concatenate(outputs)[:hdc_dim] >= 0, bitorder="little")
+    return np.concatenate(outputs)[:hdc_dim]
+
+
+def rounded(x: F32, most: int) -> NDArray[np.int8]:
+    """A row as integers of at most `most`, ties to even."""
+    peak = np.abs(x).max()
+    if peak == 0:
+        return np.zeros(len(x), np.int8)
+    return np.round(x * (np.float32(most) / peak)).astype(np.int8)
 
 
 SET_BITS = np.array([f"{byte:b}".count("1") for byte in range(256)], np.uint8)
@@ -93,6 +106,12 @@ def hamming(a: U8, b: U8) -> I64:
 def late(subs: U8, query: U8) -> int:
     """Late-interaction distance of a query [t, bytes] and an entry's sub-signatures [s, bytes]."""
     return int(hamming(query, subs).min(axis=1).sum())
+
+
+def dots(subs: U8, query: NDArray[np.int8]) -> I64:
+    """Largest dot product of each row of a query [t, bits] with the signs of sub-signatures."""
+    signs = np.where(np.unpackbits(subs, axis=1, bitorder="little") == 1, 1, -1)
+    return (query.astype(np.int64) @ signs.T).max(axis=1)
 
 
 def top_k(distances: I64, slots: I64, k: int) -> tuple[I64, I64]:

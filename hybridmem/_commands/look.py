@@ -305,8 +305,8 @@ def _described(rows: npt.NDArray[np.float32]) -> str:
 )
 @click.option(
     "--rerank",
-    type=click.Choice(["pooled", "tokens", "late"]),
-    help="Let the stored keys decide among the candidates.",
+    type=click.Choice(["signatures", "pooled", "tokens", "late"]),
+    help="Let the signatures and the whole query, or the stored keys, decide among the candidates.",
 )
 @click.option("--candidates", type=click.IntRange(1), help="Candidates; 4 * top-k by default.")
 @pread_option

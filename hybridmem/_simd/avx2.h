@@ -256,17 +256,20 @@ HM_AVX2 HM_INLINE int hm_late_narrow_avx2(const uint8_t *group, size_t bytes, co
     return largest < 255;
 }
 
-/* Any number of bits below 65536: bytes are widened to words every 31 lines. */
+/* Distances below 65536: bytes are widened to words every `most` lines. */
 HM_AVX2 HM_INLINE void hm_late_wide_avx2(const uint8_t *group, size_t bytes, const uint8_t *tables,
-                                         const int T, size_t span, ptrdiff_t ahead, uint32_t *out) {
+                                         const int T, const size_t most, size_t span, ptrdiff_t ahead,
+                                         uint32_t *out) {
     const __m256i low_bytes = _mm256_set1_epi16(0xFF);
     __m256i count[4], even[2][4], odd[2][4];
     size_t b, lane, half;
     int i;
     for (half = 0; half < 2; half++) {
         for (i = 0; i < T; i++) even[half][i] = odd[half][i] = _mm256_setzero_si256();
-        for (b = 0; b < bytes; b += 31) {
-            hm_late_lines_avx2(group + b * HM_LANES + half * 32, hm_min_size(31, bytes - b),
+        for (b = 0; b < bytes; b += most) {
+            /* Few lines divide all: a constant, for the compiler. */
+            const size_t lines = most == HM_WEIGHTED_LINES ? most : hm_min_size(most, bytes - b);
+            hm_late_lines_avx2(group + b * HM_LANES + half * 32, lines,
                                tables + b * 32, bytes * 32, T, ahead, count);
             for (i = 0; i < T; i++) {
                 even[half][i] =
@@ -315,9 +318,19 @@ HM_AVX2 static void hm_late_min_avx2(const uint8_t *group, size_t bytes, const u
         if (sure) return;
     }
     for (; t >= 4; t -= 4, prepared += 4 * token_bytes, out += 4 * runs)
-        hm_late_wide_avx2(group, bytes, prepared, 4, span, ahead, out);
+        hm_late_wide_avx2(group, bytes, prepared, 4, 31, span, ahead, out);
     for (; t > 0; t--, prepared += token_bytes, out += runs)
-        hm_late_wide_avx2(group, bytes, prepared, 1, span, ahead, out);
+        hm_late_wide_avx2(group, bytes, prepared, 1, 31, span, ahead, out);
+}
+
+/* The same loop: it does not matter to it what the tables hold. */
+HM_AVX2 static void hm_late_weighted_avx2(const uint8_t *group, size_t bytes, const uint8_t *prepared,
+                                          size_t t, size_t span, ptrdiff_t ahead, uint32_t *out) {
+    const size_t runs = HM_LANES / span, token_bytes = bytes * 32;
+    for (; t >= 4; t -= 4, prepared += 4 * token_bytes, out += 4 * runs)
+        hm_late_wide_avx2(group, bytes, prepared, 4, HM_WEIGHTED_LINES, span, ahead, out);
+    for (; t > 0; t--, prepared += token_bytes, out += runs)
+        hm_late_wide_avx2(group, bytes, prepared, 1, HM_WEIGHTED_LINES, span, ahead, out);
 }
 
 static const hm_kernels hm_table_avx2 = {
@@ -331,6 +344,7 @@ static const hm_kernels hm_table_avx2 = {
     32,
     hm_late_prepare_avx2,
     hm_late_min_avx2,
+    hm_late_weighted_avx2,
 };
 
 #endif

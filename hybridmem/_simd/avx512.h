@@ -355,6 +355,7 @@ static const hm_kernels hm_table_avx512 = {
     4,
     hm_late_prepare_avx512,
     hm_late_min_avx512,
+    hm_late_weighted_avx2,
 };
 
 #endif

@@ -57,6 +57,13 @@ HM_INLINE int hm_streams(const float *dst, size_t n) {
 /* Query tokens that the late-interaction kernels take at a time. */
 #define HM_TOKENS 8
 
+/* Largest weight of a bit: HM_WEIGHTED_LINES lines of the weighted late interaction fit a byte. */
+#define HM_MOST 15
+#define HM_WEIGHTED_LINES 2
+
+typedef void (*hm_late_fn)(const uint8_t *group, size_t bytes, const uint8_t *prepared, size_t t,
+                           size_t span, ptrdiff_t ahead, uint32_t *out);
+
 typedef struct {
     const char *name;
 
@@ -87,8 +94,12 @@ typedef struct {
      * are fetched meanwhile. */
     size_t late_expand;
     void (*late_prepare)(const uint8_t *queries, size_t t, size_t bytes, uint8_t *prepared);
-    void (*late_min)(const uint8_t *group, size_t bytes, const uint8_t *prepared, size_t t,
-                     size_t span, ptrdiff_t ahead, uint32_t *out);
+    hm_late_fn late_min;
+
+    /* As late_min, of weighted distances: `prepared` holds 32 bytes per byte of a token, what each value
+     * of a lane's low nibble adds to the distance, then what its high nibble adds; at most 4 *
+     * HM_MOST each. Distances must fit 16 bits, but in plain C. */
+    hm_late_fn late_weighted;
 } hm_kernels;
 
 HM_INLINE size_t hm_min_size(size_t a, size_t b) { return a < b ? a : b; }

@@ -148,13 +148,49 @@ HM_INLINE void hm_late_lanes_neon(const uint8_t *lanes, size_t bytes, const uint
     }
 }
 
+/* The same of what the tables add for the nibbles, widened every HM_WEIGHTED_LINES lines. */
+HM_INLINE void hm_weighted_lanes_neon(const uint8_t *lanes, size_t bytes, const uint8_t *tables,
+                                      const int T, ptrdiff_t ahead, uint16x8_t *even,
+                                      uint16x8_t *odd) {
+    size_t b, line;
+    int i;
+    for (i = 0; i < T; i++) even[i] = odd[i] = vdupq_n_u16(0);
+    for (b = 0; b < bytes; b += HM_WEIGHTED_LINES) {
+        uint8x16_t low[HM_WEIGHTED_LINES], high[HM_WEIGHTED_LINES];
+        for (line = 0; line < HM_WEIGHTED_LINES; line++) {
+            const uint8_t *from = lanes + (b + line) * HM_LANES;
+            HM_PREFETCH(from + ahead);
+            low[line] = vandq_u8(vld1q_u8(from), vdupq_n_u8(15));
+            high[line] = vshrq_n_u8(vld1q_u8(from), 4);
+        }
+        for (i = 0; i < T; i++) {
+            const uint8_t *table = tables + ((size_t)i * bytes + b) * 32;
+            uint8x16_t sum = vdupq_n_u8(0);
+            uint16x8_t pairs;
+            for (line = 0; line < HM_WEIGHTED_LINES; line++, table += 32) {
+                sum = vaddq_u8(sum, vqtbl1q_u8(vld1q_u8(table), low[line]));
+                sum = vaddq_u8(sum, vqtbl1q_u8(vld1q_u8(table + 16), high[line]));
+            }
+            pairs = vreinterpretq_u16_u8(sum);
+            even[i] = vaddq_u16(even[i], vandq_u16(pairs, vdupq_n_u16(0xFF)));
+            odd[i] = vaddq_u16(odd[i], vshrq_n_u16(pairs, 8));
+        }
+    }
+}
+
 HM_INLINE void hm_late_tokens_neon(const uint8_t *group, size_t bytes, const uint8_t *query,
-                                   const int T, size_t span, ptrdiff_t ahead, uint32_t *out) {
+                                   const int T, const int weighted, size_t span, ptrdiff_t ahead,
+                                   uint32_t *out) {
     uint16x8_t even[4][HM_TOKENS], odd[4][HM_TOKENS];
     size_t quarter, lane;
     int i;
-    for (quarter = 0; quarter < 4; quarter++)
-        hm_late_lanes_neon(group + quarter * 16, bytes, query, T, ahead, even[quarter], odd[quarter]);
+    for (quarter = 0; quarter < 4; quarter++) {
+        const uint8_t *lanes = group + quarter * 16;
+        if (weighted)
+            hm_weighted_lanes_neon(lanes, bytes, query, T, ahead, even[quarter], odd[quarter]);
+        else
+            hm_late_lanes_neon(lanes, bytes, query, T, ahead, even[quarter], odd[quarter]);
+    }
     for (i = 0; i < T; i++, out += HM_LANES / span) {
         uint16x8_t least[4];
         for (quarter = 0; quarter < 4; quarter++)
@@ -188,11 +224,20 @@ static void hm_late_min_neon(const uint8_t *group, size_t bytes, const uint8_t *
         const uint8_t *query = prepared + i * bytes;
         uint32_t *to = out + i * runs;
         step = t - i >= 8 ? 8 : t - i >= 4 ? 4 : t - i >= 2 ? 2 : 1;
-        if (step == 8) hm_late_tokens_neon(group, bytes, query, 8, span, ahead, to);
-        if (step == 4) hm_late_tokens_neon(group, bytes, query, 4, span, ahead, to);
-        if (step == 2) hm_late_tokens_neon(group, bytes, query, 2, span, ahead, to);
-        if (step == 1) hm_late_tokens_neon(group, bytes, query, 1, span, ahead, to);
+        if (step == 8) hm_late_tokens_neon(group, bytes, query, 8, 0, span, ahead, to);
+        if (step == 4) hm_late_tokens_neon(group, bytes, query, 4, 0, span, ahead, to);
+        if (step == 2) hm_late_tokens_neon(group, bytes, query, 2, 0, span, ahead, to);
+        if (step == 1) hm_late_tokens_neon(group, bytes, query, 1, 0, span, ahead, to);
     }
+}
+
+static void hm_late_weighted_neon(const uint8_t *group, size_t bytes, const uint8_t *prepared,
+                                  size_t t, size_t span, ptrdiff_t ahead, uint32_t *out) {
+    const size_t runs = HM_LANES / span, token_bytes = bytes * 32;
+    for (; t >= 4; t -= 4, prepared += 4 * token_bytes, out += 4 * runs)
+        hm_late_tokens_neon(group, bytes, prepared, 4, 1, span, ahead, out);
+    for (; t > 0; t--, prepared += token_bytes, out += runs)
+        hm_late_tokens_neon(group, bytes, prepared, 1, 1, span, ahead, out);
 }
 
 static const hm_kernels hm_table_neon = {
@@ -206,6 +251,7 @@ static const hm_kernels hm_table_neon = {
     1,
     hm_late_prepare_scalar,
     hm_late_min_neon,
+    hm_late_weighted_neon,
 };
 
 #endif

@@ -39,6 +39,7 @@ static const hm_kernels hm_table_popcnt = {
     1,
     hm_late_prepare_scalar,
     hm_late_min_scalar,
+    hm_late_weighted_scalar,
 };
 
 #endif

@@ -44,13 +44,14 @@ static void hm_scale_row(const float *x, size_t d, size_t padded, float *out) {
 /* Words of flips that one round of length n takes. */
 HM_INLINE size_t hm_flip_words(size_t n) { return n < 64 ? 1 : n / 64; }
 
-/* scaled: padded floats of scratch; y: folded floats of scratch; out: bits / 8 bytes. */
+/* scaled: padded floats of scratch; y: folded floats of scratch; out: bits / 8 bytes, or NULL, then values
+ * get the `bits` floats whose signs out would hold, times a power of two. */
 static void hm_project_row(const hm_kernels *k, const float *x, size_t d, const uint64_t *flips,
                            size_t padded, size_t folded, size_t bits, float *scaled, float *y,
-                           uint8_t *out) {
+                           uint8_t *out, float *values) {
     size_t done, i;
     hm_scale_row(x, d, padded, scaled);
-    if (folded < 64) memset(out, 0, bits / 8);
+    if (folded < 64 && out != NULL) memset(out, 0, bits / 8);
     for (done = 0; done < bits; done += folded) {
         size_t take = hm_min_size(folded, bits - done), keep = 1;
         while (keep < take) keep *= 2;
@@ -61,12 +62,30 @@ static void hm_project_row(const hm_kernels *k, const float *x, size_t d, const 
         flips += hm_flip_words(folded);
         k->flip_fwht(y, folded, keep, flips);
         flips += hm_flip_words(folded);
-        if (folded >= 64) {
+        if (out == NULL) {
+            memcpy(values + done, y, take * sizeof(float));
+        } else if (folded >= 64) {
             k->pack_signs(y, take, out + done / 8);
         } else {
             for (i = 0; i < take; i++)
                 if (y[i] >= 0.0f) out[(done + i) / 8] |= (uint8_t)(1u << ((done + i) % 8));
         }
+    }
+}
+
+/* Round a row to integers of at most `most` <= 127, relative to its largest magnitude; zeros stay zeros. */
+static void hm_round_row(const float *x, size_t n, int most, int8_t *out) {
+    const float whole = 12582912.0f; /* 1.5 * 2^23: no fraction is left beside it, ties went to even */
+    float peak = 0.0f, scale;
+    size_t i;
+    for (i = 0; i < n; i++) {
+        float magnitude = x[i] < 0.0f ? -x[i] : x[i];
+        peak = magnitude > peak ? magnitude : peak;
+    }
+    scale = peak > 0.0f ? (float)most / peak : 0.0f;
+    for (i = 0; i < n; i++) {
+        float shifted = x[i] * scale + whole;
+        out[i] = (int8_t)(shifted - whole);
     }
 }
 

@@ -126,6 +126,22 @@ static void hm_late_min_scalar(const uint8_t *group, size_t bytes, const uint8_t
     }
 }
 
+static void hm_late_weighted_scalar(const uint8_t *group, size_t bytes, const uint8_t *prepared,
+                                    size_t t, size_t span, ptrdiff_t ahead, uint32_t *out) {
+    uint32_t sums[HM_LANES];
+    size_t token, b, lane;
+    (void)ahead;
+    for (token = 0; token < t; token++, prepared += bytes * 32) {
+        memset(sums, 0, sizeof sums);
+        for (b = 0; b < bytes; b++) {
+            const uint8_t *line = group + b * HM_LANES, *low = prepared + b * 32, *high = low + 16;
+            for (lane = 0; lane < HM_LANES; lane++)
+                sums[lane] += (uint32_t)(low[line[lane] & 15] + high[line[lane] >> 4]);
+        }
+        hm_min_runs(sums, span, out + token * (HM_LANES / span));
+    }
+}
+
 static const hm_kernels hm_table_scalar = {
     "scalar",
     hm_mean_scalar,
@@ -137,6 +153,7 @@ static const hm_kernels hm_table_scalar = {
     1,
     hm_late_prepare_scalar,
     hm_late_min_scalar,
+    hm_late_weighted_scalar,
 };
 
 #endif

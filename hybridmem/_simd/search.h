@@ -3,7 +3,7 @@
 #ifndef HM_SEARCH_H
 #define HM_SEARCH_H
 
-#include "common.h"
+#include "scalar.h"
 
 #define HM_TILE_ROWS 64
 #define HM_TILE_QUERIES 32
@@ -97,40 +97,48 @@ typedef struct {
     size_t bytes; /* of one sub-signature */
 } hm_late_block;
 
+/* Smallest distance of each of t <= HM_TOKENS prepared tokens to an entry, or to each of the entries that
+ * share its group. */
+HM_INLINE void hm_late_least(hm_late_fn late, const hm_late_block *block, size_t entry,
+                             const uint8_t *prepared, size_t t, ptrdiff_t ahead, uint32_t *least) {
+    const size_t group_bytes = block->bytes * HM_LANES;
+    const uint8_t *group = block->groups + entry * block->lanes / HM_LANES * group_bytes;
+    uint32_t more[HM_TOKENS];
+    size_t g, i, groups;
+    if (block->lanes < HM_LANES) {
+        late(group, block->bytes, prepared, t, block->lanes, ahead, least);
+        return;
+    }
+    late(group, block->bytes, prepared, t, HM_LANES, ahead, least);
+    groups = (block->used[entry] + HM_LANES - 1) / HM_LANES;
+    for (g = 1; g < groups; g++) {
+        late(group + g * group_bytes, block->bytes, prepared, t, HM_LANES, ahead, more);
+        for (i = 0; i < t; i++) least[i] = more[i] < least[i] ? more[i] : least[i];
+    }
+}
+
 /* Distances of entries [first, first + n) to a query of t prepared tokens: sums over tokens of the
  * smallest distance. n entries must not leave a group when lanes < 64. `ahead`: bytes to what is to be
  * read next. */
 HM_INLINE void hm_late_sum(const hm_kernels *kernels, const hm_late_block *block, size_t first,
                            size_t n, const uint8_t *prepared, size_t t, ptrdiff_t ahead,
                            uint32_t *out) {
-    const size_t group_bytes = block->bytes * HM_LANES;
     const size_t token_bytes = block->bytes * kernels->late_expand;
     uint32_t least[HM_TOKENS * HM_LANES];
-    size_t e, token, i, g;
+    size_t e, token, i;
     for (e = 0; e < n; e++) out[e] = 0;
     for (token = 0; token < t; token += HM_TOKENS, ahead = 0) {
         size_t tokens = hm_min_size(HM_TOKENS, t - token);
         const uint8_t *query = prepared + token * token_bytes;
         if (block->lanes < HM_LANES) {
             size_t per_group = HM_LANES / block->lanes, offset = first % per_group;
-            kernels->late_min(block->groups + first / per_group * group_bytes, block->bytes, query,
-                              tokens, block->lanes, ahead, least);
+            hm_late_least(kernels->late_min, block, first, query, tokens, ahead, least);
             for (i = 0; i < tokens; i++)
                 for (e = 0; e < n; e++) out[e] += least[i * per_group + offset + e];
             continue;
         }
         for (e = 0; e < n; e++) {
-            size_t per_entry = block->lanes / HM_LANES;
-            size_t groups = (block->used[first + e] + HM_LANES - 1) / HM_LANES;
-            const uint8_t *group = block->groups + (first + e) * per_entry * group_bytes;
-            kernels->late_min(group, block->bytes, query, tokens, HM_LANES, ahead,
-                              least);
-            for (g = 1; g < groups; g++) {
-                uint32_t more[HM_TOKENS];
-                kernels->late_min(group + g * group_bytes, block->bytes, query, tokens, HM_LANES,
-                                  ahead, more);
-                for (i = 0; i < tokens; i++) least[i] = more[i] < least[i] ? more[i] : least[i];
-            }
+            hm_late_least(kernels->late_min, block, first + e, query, tokens, ahead, least);
             for (i = 0; i < tokens; i++) out[e] += least[i];
         }
     }
@@ -170,29 +178,70 @@ static void hm_late_all(const hm_kernels *kernels, const hm_late_block *block, s
     }
 }
 
+/* Bytes from the group of the i-th of some entries to that of a later one, which is fetched meanwhile. */
+HM_INLINE ptrdiff_t hm_late_next(const hm_late_block *block, const int64_t *at, size_t i, size_t n) {
+    const int64_t lanes = (int64_t)block->lanes;
+    int64_t next = at[hm_min_size(i + 4, n - 1)] * lanes / HM_LANES;
+    return (ptrdiff_t)(next - at[i] * lanes / HM_LANES) * (ptrdiff_t)(block->bytes * HM_LANES);
+}
+
 static void hm_late_at(const hm_kernels *kernels, const hm_late_block *block, const int64_t *at,
                        size_t n, const uint8_t *prepared, size_t t, uint32_t *out) {
-    const int64_t lanes = (int64_t)block->lanes;
-    const ptrdiff_t group_bytes = (ptrdiff_t)(block->bytes * HM_LANES);
     size_t i, run;
     for (i = 0; i < n; i += run) {
-        size_t next = hm_min_size(i + 4, n - 1);
         run = hm_late_step(block, (size_t)at[i], hm_run(at + i, hm_min_size(HM_LANES, n - i)));
-        hm_late_sum(kernels, block, (size_t)at[i], run, prepared, t,
-                    (ptrdiff_t)(at[next] * lanes / HM_LANES - at[i] * lanes / HM_LANES) * group_bytes,
+        hm_late_sum(kernels, block, (size_t)at[i], run, prepared, t, hm_late_next(block, at, i, n),
                     out + i);
     }
 }
 
-/* As hm_late_at, token by token: out[token * n + i], the smallest distance of the token. */
-static void hm_late_each(const hm_kernels *kernels, const hm_late_block *block, const int64_t *at,
-                         size_t n, const uint8_t *prepared, size_t t, uint32_t *out) {
-    const size_t token_bytes = block->bytes * kernels->late_expand;
-    size_t i, token;
-    for (i = 0; i < n; i++)
-        for (token = 0; token < t; token++)
-            hm_late_sum(kernels, block, (size_t)at[i], 1, prepared + token * token_bytes, 1, 0,
-                        out + token * n + i);
+/* Tables for late_weighted of t tokens of integers, magnitudes at most HM_MOST: a bit that has not the sign
+ * of its number adds the magnitude. sums[token] are all magnitudes of a token. */
+static void hm_late_tables(const int8_t *query, size_t t, size_t bytes, uint8_t *tables,
+                           int32_t *sums) {
+    size_t token, nibble, v, i;
+    for (token = 0; token < t; token++) {
+        sums[token] = 0;
+        for (nibble = 0; nibble < 2 * bytes; nibble++, query += 4, tables += 16) {
+            const uint8_t a = (uint8_t)query[0], b = (uint8_t)query[1], c = (uint8_t)query[2],
+                          d = (uint8_t)query[3];
+            int when_none = 0; /* of the bits is set */
+            for (i = 0; i < 4; i++) {
+                when_none += query[i] > 0 ? query[i] : 0;
+                sums[token] += query[i] > 0 ? query[i] : -query[i];
+            }
+            for (v = 0; v < 16; v++) /* all 16 at once, as compilers see */
+                tables[v] = (uint8_t)(when_none - (a & -(v & 1)) - (b & -(v >> 1 & 1)) -
+                                      (c & -(v >> 2 & 1)) - (d & -(v >> 3)));
+        }
+    }
+}
+
+/* Dot products of tokens of integers, as tables, with signs, +1 for a set bit: out[i * t + token] is the
+ * largest with one of the sub-signatures of entry at[i]. */
+static void hm_late_dots(const hm_kernels *kernels, const hm_late_block *block, const int64_t *at,
+                         size_t n, const uint8_t *tables, const int32_t *sums, size_t t,
+                         int32_t *out) {
+    const size_t per_group = block->lanes < HM_LANES ? HM_LANES / block->lanes : 1;
+    const int fits = block->bytes * 8 * HM_MOST <= UINT16_MAX;
+    const hm_late_fn late = fits ? kernels->late_weighted : hm_late_weighted_scalar;
+    uint32_t least[HM_TOKENS * HM_LANES];
+    size_t i, token, j, e, run;
+    for (i = 0; i < n; i += run) {
+        ptrdiff_t ahead = hm_late_next(block, at, i, n);
+        for (run = 1; i + run < n; run++) /* all that are in this group */
+            if ((size_t)at[i + run] / per_group != (size_t)at[i] / per_group) break;
+        for (token = 0; token < t; token += HM_TOKENS, ahead = 0) {
+            size_t tokens = hm_min_size(HM_TOKENS, t - token);
+            hm_late_least(late, block, (size_t)at[i], tables + token * block->bytes * 32, tokens, ahead,
+                          least);
+            for (e = i; e < i + run; e++)
+                for (j = 0; j < tokens; j++)
+                    out[e * t + token + j] =
+                        sums[token + j] -
+                        2 * (int32_t)least[j * per_group + (size_t)at[e] % per_group];
+        }
+    }
 }
 
 #define HM_LATE_FAR UINT32_MAX
@@ -203,17 +252,12 @@ static void hm_late_gated(const hm_kernels *kernels, const hm_late_block *block,
                           size_t n, const uint8_t *prepared, size_t t, const uint32_t *ends,
                           const uint32_t *limits, size_t gates, uint32_t *out) {
     const size_t token_bytes = block->bytes * kernels->late_expand;
-    const int64_t lanes = (int64_t)block->lanes;
-    const ptrdiff_t group_bytes = (ptrdiff_t)(block->bytes * HM_LANES);
     uint32_t more[HM_LANES];
     size_t i, run, e, gate;
     for (i = 0; i < n; i += run) {
         size_t first = at == NULL ? i : (size_t)at[i], done = 0, near = 1;
         ptrdiff_t ahead = HM_AHEAD; /* few tokens wait for the memory: more at once was slower */
-        if (at != NULL) {
-            size_t next = hm_min_size(i + 4, n - 1);
-            ahead = (ptrdiff_t)(at[next] * lanes / HM_LANES - at[i] * lanes / HM_LANES) * group_bytes;
-        }
+        if (at != NULL) ahead = hm_late_next(block, at, i, n);
         run = hm_min_size(HM_LANES, n - i);
         run = hm_late_step(block, first, at == NULL ? run : hm_run(at + i, run));
         for (e = 0; e < run; e++) out[i + e] = 0;

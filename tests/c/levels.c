@@ -59,6 +59,7 @@ static void check_projection(const hm_kernels *k) {
             float *x, *scratch;
             uint64_t *flips;
             uint8_t *want, *got;
+            float *wanted, *values;
             while (padded < d) padded *= 2;
             while (folded < 4 * bits) folded *= 2;
             folded = hm_min_size(folded, padded);
@@ -69,13 +70,22 @@ static void check_projection(const hm_kernels *k) {
             flips = get(8 * words);
             want = get(bits / 8);
             got = get(bits / 8);
+            wanted = get(4 * bits);
+            values = get(4 * bits);
             random_floats(x, d);
             random_bytes(flips, 8 * words);
             hm_project_row(&hm_table_scalar, x, d, flips, padded, folded, bits, scratch,
-                           scratch + padded, want);
-            hm_project_row(k, x, d, flips, padded, folded, bits, scratch, scratch + padded, got);
+                           scratch + padded, want, NULL);
+            hm_project_row(k, x, d, flips, padded, folded, bits, scratch, scratch + padded, got, NULL);
             same(want, got, bits / 8, "projection", k->name, d * 100000 + bits);
-            free(x), free(scratch), free(flips), free(want), free(got);
+            hm_project_row(&hm_table_scalar, x, d, flips, padded, folded, bits, scratch,
+                           scratch + padded, NULL, wanted);
+            hm_project_row(k, x, d, flips, padded, folded, bits, scratch, scratch + padded, NULL,
+                           values);
+            /* as numbers: the levels may differ in the sign of a zero */
+            for (words = 0; words < bits && wanted[words] == values[words]; words++);
+            same(&words, &bits, sizeof bits, "values of the projection", k->name, d * 100000 + bits);
+            free(x), free(scratch), free(flips), free(want), free(got), free(wanted), free(values);
         }
 }
 
@@ -146,6 +156,26 @@ static void check_late(const hm_kernels *k) {
             }
 }
 
+static void check_weighted(const hm_kernels *k) {
+    static const size_t sizes[] = {8, 16, 24, 32, 40, 64, 72, 512, 544};
+    size_t span, t, i, j;
+    for (i = 0; i < sizeof sizes / sizeof *sizes; i++)
+        for (span = 1; span <= 64; span *= 2)
+            for (t = 1; t <= HM_TOKENS; t++) {
+                size_t n = t * HM_LANES / span, bytes = sizes[i];
+                uint8_t *group = get(bytes * HM_LANES), *tables = get(t * bytes * 32);
+                uint32_t *want = get(4 * n), *got = get(4 * n);
+                random_bytes(group, bytes * HM_LANES);
+                random_bytes(tables, t * bytes * 32);
+                for (j = 0; j < t * bytes * 32; j++)
+                    tables[j] = (uint8_t)(t == 3 ? 4 * HM_MOST : tables[j] % (4 * HM_MOST + 1));
+                hm_table_scalar.late_weighted(group, bytes, tables, t, span, 0, want);
+                k->late_weighted(group, bytes, tables, t, span, HM_LATE_AHEAD, got);
+                same(want, got, 4 * n, "weighted late interaction", k->name, bytes * 1000 + span);
+                free(group), free(tables), free(want), free(got);
+            }
+}
+
 int main(void) {
     const hm_kernels *levels[HM_MAX_LEVELS] = {NULL};
     size_t n = hm_levels(levels), i;
@@ -156,6 +186,7 @@ int main(void) {
         check_projection(levels[i]);
         check_hamming(levels[i]);
         check_late(levels[i]);
+        check_weighted(levels[i]);
     }
     hm_fpenv_leave(saved);
     printf(failures ? "FAILED\n" : "ok\n");

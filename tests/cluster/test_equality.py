@@ -106,7 +106,7 @@ chunks = st.lists(st.tuples(st.integers(0, 8), st.integers(1, 4)), min_size=1, m
 options = st.fixed_dictionaries(
     {},
     optional={
-        "rerank": st.sampled_from(["pooled", "tokens", "late"]),
+        "rerank": st.sampled_from(["signatures", "pooled", "tokens", "late"]),
         "candidates": st.just(20),
         "n_heads": st.sampled_from([1, 2]),
         "max_run": st.integers(1, 2),
@@ -164,6 +164,8 @@ def test_every_option_on_one_layer(pair: Pair) -> None:
     pair.put(layer, [(seed, 2 + seed % 3) for seed in range(60)], [None] * 60)
     for seed in range(4):
         for given_options in (
+            {"rerank": "signatures"},
+            {"rerank": "signatures", "candidates": 30, "newest": 1},
             {"rerank": "pooled"},
             {"rerank": "tokens", "n_heads": 2},
             {"rerank": "late", "candidates": 30},

@@ -300,7 +300,7 @@ def test_options_that_there_are_not(
         store.query_many(query, 0, rerank="late", rerank_query=5)
 
 
-@pytest.mark.parametrize("rerank", RERANKS)
+@pytest.mark.parametrize("rerank", [*RERANKS, "signatures"])
 def test_rerank_ties_go_to_the_smaller_id(
     rerank: str, store: Any, rng: np.random.Generator
 ) -> None:
@@ -309,6 +309,89 @@ def test_rerank_ties_go_to_the_smaller_id(
         store.put(keys, values, layer_idx=0)
     hits = store.query(keys, 0, 4, rerank=rerank)
     assert [hit.entry_id for hit in hits] == [1, 2, 3, 4]
+
+
+def cosine(model: Model, query: Floats, layer: int, signature: Any, n_tokens: int) -> float:
+    """Mean over query tokens of the largest cosine with a vector of signs, of small integers."""
+    subs = [np.frombuffer(bytes(signature), np.uint8)]
+    if model.signature_tokens:
+        subs = np.split(subs[0], model.hdc_dim // model.bits)[:n_tokens]
+    signs = [2.0 * np.unpackbits(sub, bitorder="little") - 1 for sub in subs]
+    mean_query = model.means.get(layer, (None, None))[1]
+    best = []
+    for token in query if model.signature_tokens else [mean_pool(query)]:
+        value = model.projector.values(token if mean_query is None else token - mean_query)
+        whole = np.round(value * (np.float32(15) / np.abs(value).max())).astype(np.float64)
+        length = math.sqrt((whole @ whole) * model.bits)
+        best.append(max(whole @ one for one in signs) / length)
+    return sum(best) / len(best)
+
+
+@pytest.mark.parametrize("centred", [False, True])
+@pytest.mark.parametrize("candidates", [None, 4, 9, 40])
+@pytest.mark.parametrize("fields", FORMS, ids=str)
+def test_rerank_by_signatures_reads_no_key(
+    fields: dict[str, Any],
+    candidates: int | None,
+    centred: bool,
+    new_store: Callable[..., Any],
+    rng: np.random.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = new_store(**fields)
+    model = model_for(store)
+    if centred:
+        means = pair(rng, 9)
+        store.calibrate(0, keys=means[0], queries=means[1])
+        model.calibrate(0, means[0], means[1])
+    ids = fill(store, rng, 35) + fill(store, rng, 5, n=6)  # of more tokens than signatures
+    for entry_id in ids[10::7]:
+        store.delete(entry_id)
+    among = [i for i in ids if i % 3]
+    monkeypatch.setattr(type(store), "_keys", lambda *_: pytest.fail("keys were read"))
+    differs = 0
+    for entry_ids in (None, among):
+        for n in (1, 2, 3):
+            query = pair(rng, n)[0]
+            options = {"entry_ids": entry_ids, "rerank": "signatures", "candidates": candidates}
+            found = store.query(query, 0, candidates or 12, entry_ids=entry_ids)
+            scores = {hit.entry_id: hit.score for hit in found}
+            order = {
+                i: cosine(
+                    model, query, 0, record(store, i, "signature"), record(store, i, "n_tokens")
+                )
+                for i in scores
+            }
+            wanted = sorted(order, key=lambda i: (-order[i], i))[:3]
+            hits = store.query(query, 0, 3, **options)
+            assert [(hit.entry_id, hit.score) for hit in hits] == [(i, scores[i]) for i in wanted]
+            differs += wanted != list(scores)[:3]
+    assert differs
+
+
+def test_rerank_by_signatures_of_a_query_without_direction(
+    store: Any, rng: np.random.Generator
+) -> None:
+    fill(store, rng, 9)
+    zero = np.zeros(24, np.float32)
+    found = sorted(hit.entry_id for hit in store.query(zero, 0, 8))
+    hits = store.query(zero, 0, 3, rerank="signatures", candidates=8)
+    assert [hit.entry_id for hit in hits] == found[:3]
+    assert store.query(zero, 1, 3, rerank="signatures") == []
+    assert store.query(zero, 0, 3, rerank="signatures", entry_ids=[]) == []
+
+
+def test_rerank_by_signatures_takes_no_query_for_keys(store: Any, rng: np.random.Generator) -> None:
+    fill(store, rng, 3)
+    query = pair(rng, 2)[0]
+    for ask in (
+        lambda: store.query(query, 0, rerank="signatures", rerank_query=query),
+        lambda: store.query_stored(query, 0, rerank="signatures", rerank_query=query),
+        lambda: store.query_many([query], 0, rerank="signatures", rerank_query=[query]),
+    ):
+        with pytest.raises(ValueError, match="rerank_query"):
+            ask()
+    assert store.stats().queries == 0
 
 
 def test_rerank_query_is_in_the_space_of_the_stored_keys(
@@ -407,7 +490,7 @@ def test_max_run_limits_neighbours(max_run: int, store: Any, rng: np.random.Gene
     assert hits[0].entry_id == 1
 
 
-@pytest.mark.parametrize("rerank", [None, "pooled", "late"])
+@pytest.mark.parametrize("rerank", [None, "signatures", "pooled", "late"])
 def test_the_newest_are_in_the_result(
     rerank: str | None, store: Any, rng: np.random.Generator
 ) -> None:
@@ -428,6 +511,7 @@ def test_the_newest_are_in_the_result(
 OPTIONS: list[dict[str, Any]] = [
     {"rerank": "late", "candidates": 12, "n_heads": 2},
     {"rerank": "tokens"},
+    {"rerank": "signatures", "candidates": 9},
     {"max_run": 1},
     {"newest": 1},
     {"max_run": 2, "newest": 2, "rerank": "pooled"},

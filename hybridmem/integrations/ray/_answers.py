@@ -167,14 +167,14 @@ class _Asking:
             )
 
         def said(places: Sequence[Place]) -> Scores:
-            return self._keys_say(question, at, [int(merged.ids[one]) for _, one in places])
+            return self._entries_say(question, at, [int(merged.ids[one]) for _, one in places])
 
         return [
             (merged.ids.item(one), merged.distances.item(one))
             for _, one in choose([merged], question.top_k, question.ranking, said)
         ]
 
-    def _keys_say(self, question: Question, at: int, ids: Sequence[int]) -> Scores:
+    def _entries_say(self, question: Question, at: int, ids: Sequence[int]) -> Scores:
         one = question._replace(
             queries=[question.queries[at]], exact=[question.exact[at]], entry_ids=None
         )

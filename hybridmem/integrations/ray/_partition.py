@@ -297,7 +297,7 @@ class Partition:
         ]
 
     def read_said(self, question: Question, entry_ids: Sequence[int]) -> Scores:
-        """Return what the keys of entries say to the one query of a question."""
+        """Return what entries say to the one query of a question."""
         store = self.store
         with store._lock:
             return Search(store, question).said(0, entry_ids)

@@ -1,0 +1,170 @@
+# Attention over stored rows: a part of _kernels.pyx.
+
+cdef extern from "_simd/attend.h" nogil:
+    enum: HM_ATTEND_ROWS
+    ctypedef struct hm_attention:
+        size_t queries
+        size_t heads
+        size_t kv_heads
+        size_t head_dim
+        float scale
+        const float *q
+        float *acc
+        float *top
+        float *sum
+        float *scores
+    ctypedef struct hm_rows:
+        const float *k
+        const float *v
+        size_t n
+        const float *next
+        size_t next_n
+    ctypedef void (*hm_attend_fn)(const hm_attention *, const hm_rows *) noexcept nogil
+    hm_attend_fn hm_attend_of(const char *level) noexcept
+
+
+cdef int _attention_set(hm_attention *a, const float[:, ::1] q, Py_ssize_t heads,
+                        Py_ssize_t kv_heads, float scale, float[:, ::1] acc, float[:, ::1] top,
+                        float[:, ::1] total) noexcept nogil:
+    a.queries = q.shape[0]
+    a.heads = heads
+    a.kv_heads = kv_heads
+    a.head_dim = q.shape[1] // heads
+    a.scale = scale
+    a.q = &q[0, 0]
+    a.acc = &acc[0, 0]
+    a.top = &top[0, 0]
+    a.sum = &total[0, 0]
+    a.scores = <float *> hm_alloc(a.queries * a.heads * HM_ATTEND_ROWS * sizeof(float))
+    return a.scores != NULL
+
+
+def attend(const float[:, ::1] q not None, keys, values, Py_ssize_t heads, Py_ssize_t kv_heads,
+           float scale, float[:, ::1] acc not None, float[:, ::1] top not None,
+           float[:, ::1] total not None):
+    """Go on with the attention of q over several groups of rows, keys[i] with values[i].
+
+    q is [m, heads * head_dim], keys and values are tuples of [n, kv_heads * head_dim]. acc has the
+    shape of q and begins as zeros, top and total are [m, heads] and begin as -inf and 0.
+    """
+    cdef Py_ssize_t count = len(keys), i
+    cdef const float[:, ::1] k, v
+    cdef hm_attention a
+    cdef hm_rows *some = <hm_rows *> hm_alloc(max(count, 1) * sizeof(hm_rows))
+    cdef int ready = some != NULL
+    if not ready:
+        raise MemoryError
+    try:
+        for i in range(count):
+            k, v = keys[i], values[i]
+            some[i].k, some[i].v, some[i].n = &k[0, 0], &v[0, 0], k.shape[0]
+            some[i].next, some[i].next_n = NULL, 0
+            if i > 0:
+                some[i - 1].next, some[i - 1].next_n = some[i].k, some[i].n
+        with nogil:
+            ready = _attention_set(&a, q, heads, kv_heads, scale, acc, top, total)
+            if ready:
+                for i in range(count):
+                    hm_attend_of(hm_active.name)(&a, &some[i])
+                hm_free(a.scores)
+        if not ready:
+            raise MemoryError
+    finally:
+        hm_free(some)
+
+
+def attend_half(const float[:, ::1] q not None, const uint16_t[:, ::1] k not None,
+                const uint16_t[:, ::1] v not None, bint bfloat16, Py_ssize_t heads,
+                Py_ssize_t kv_heads, float scale, float[:, ::1] acc not None,
+                float[:, ::1] top not None, float[:, ::1] total not None):
+    """As attend, over float16 or bfloat16 bits, of which a few rows at a time are widened."""
+    cdef hm_attention a
+    cdef hm_rows some
+    cdef size_t d = k.shape[1], n = k.shape[0], first, rows
+    cdef float *wide = NULL
+    cdef const hm_codec *codec = hm_codec_of(hm_active.name)
+    cdef int ready
+    cdef hm_fpenv saved
+    with nogil:
+        ready = _attention_set(&a, q, heads, kv_heads, scale, acc, top, total)
+        if ready:
+            wide = <float *> hm_alloc(2 * HM_ATTEND_ROWS * d * sizeof(float))
+            ready = wide != NULL
+        if ready:
+            first = 0
+            while first < n:
+                rows = min(n - first, <size_t> HM_ATTEND_ROWS)
+                saved = hm_fpenv_enter()
+                if bfloat16:
+                    codec.from_bfloat16(&k[first, 0], rows * d, wide)
+                    codec.from_bfloat16(&v[first, 0], rows * d, wide + rows * d)
+                else:
+                    codec.from_float16(&k[first, 0], rows * d, wide)
+                    codec.from_float16(&v[first, 0], rows * d, wide + rows * d)
+                hm_fpenv_leave(saved)
+                some = hm_rows(k=wide, v=wide + rows * d, n=rows, next=NULL, next_n=0)
+                hm_attend_of(hm_active.name)(&a, &some)
+                first += rows
+        hm_free(wide)
+        hm_free(a.scores)
+    if not ready:
+        raise MemoryError
+
+
+cdef void _widen_int8(const hm_codec *codec, const int8_t[:, ::1] q, const float[:, ::1] scale,
+                      const float[:, ::1] zero, Py_ssize_t width, bint wide, size_t first,
+                      size_t rows, float *out) noexcept nogil:
+    """Rows of INT8 as float32; width 0: one zero for each column, one scale for each two."""
+    cdef size_t d = q.shape[1], scale_at, zero_at
+    if width == 0:
+        codec.dequantize_channels(&q[first, 0], rows, d, wide, &scale[0, 0], &zero[0, 0], out)
+        return
+    scale_at = first if scale.shape[0] > 1 else 0
+    zero_at = first if zero.shape[0] > 1 else 0
+    codec.dequantize_rows(
+        &q[first, 0], rows, d, width, wide,
+        &scale[scale_at, 0], scale.shape[1] if scale.shape[0] > 1 else 0,
+        &zero[zero_at, 0], zero.shape[1] if zero.shape[0] > 1 else 0, out)
+
+
+def attend_int8(const float[:, ::1] q not None,
+                const int8_t[:, ::1] k not None, const float[:, ::1] k_scale not None,
+                const float[:, ::1] k_zero not None, Py_ssize_t k_width, bint k_wide,
+                const int8_t[:, ::1] v not None, const float[:, ::1] v_scale not None,
+                const float[:, ::1] v_zero not None, Py_ssize_t v_width, bint v_wide,
+                Py_ssize_t heads, Py_ssize_t kv_heads, float scale, float[:, ::1] acc not None,
+                float[:, ::1] top not None, float[:, ::1] total not None):
+    """As attend, over INT8, of which a few rows at a time are widened.
+
+    k_width and v_width are the columns of a group, as in dequantize_rows; 0 stands for the layout
+    of dequantize_channels.
+    """
+    cdef hm_attention a
+    cdef hm_rows some
+    cdef size_t d = k.shape[1], n = k.shape[0], first, rows
+    cdef float *wide_k = NULL
+    cdef float *wide_v
+    cdef const hm_codec *codec = hm_codec_of(hm_active.name)
+    cdef int ready
+    cdef hm_fpenv saved
+    with nogil:
+        ready = _attention_set(&a, q, heads, kv_heads, scale, acc, top, total)
+        if ready:
+            wide_k = <float *> hm_alloc(2 * HM_ATTEND_ROWS * d * sizeof(float))
+            ready = wide_k != NULL
+        if ready:
+            wide_v = wide_k + HM_ATTEND_ROWS * d
+            first = 0
+            while first < n:
+                rows = min(n - first, <size_t> HM_ATTEND_ROWS)
+                saved = hm_fpenv_enter()
+                _widen_int8(codec, k, k_scale, k_zero, k_width, k_wide, first, rows, wide_k)
+                _widen_int8(codec, v, v_scale, v_zero, v_width, v_wide, first, rows, wide_v)
+                hm_fpenv_leave(saved)
+                some = hm_rows(k=wide_k, v=wide_v, n=rows, next=NULL, next_n=0)
+                hm_attend_of(hm_active.name)(&a, &some)
+                first += rows
+        hm_free(wide_k)
+        hm_free(a.scores)
+    if not ready:
+        raise MemoryError
