@@ -69,7 +69,10 @@ class Layout:
 
 
 class Block:
-    """Places for entries in ascending order of id. Filled places do not change, but for `alive`."""
+    """Places for entries in ascending order of id. Filled places do not change, but for `alive`.
+
+    `used` says how many lanes an entry takes; where signatures are pooled nothing is in it.
+    """
 
     __slots__ = ("alive", "capacity", "data", "dead", "filled", "ids", "used")
 
@@ -88,6 +91,7 @@ class Block:
         place = slice(self.filled, self.filled + len(rows))
         layout.move(other.data, rows, self.data, self.filled)
         self.ids[place] = other.ids[rows]
-        self.used[place] = other.used[rows]
+        if not layout.spec.pooled:
+            self.used[place] = other.used[rows]
         self.alive[place] = 1
         self.filled += len(rows)

@@ -59,23 +59,15 @@ ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I8": 1}
 DTYPES = tuple(ITEM_BYTES)
 #: Likewise, of the columns of records in an export file.
 COLUMN_BYTES = {"U64": 8, "U32": 4, "F32": 4, "U8": 1}
-#: Tensors of one entry, in the order of the columns of a `ShardHeader`.
+#: Tensors of one entry.
 SUFFIXES = ("k", "v", "k_scale", "k_zero", "v_scale", "v_zero")
 KEY_SUFFIXES = ("k", "k_scale", "k_zero")
-#: What the header itself holds of an entry, its source: the last column.
+#: What the header itself holds of an entry: its source.
 SOURCE = "source"
 PARTS = (*SUFFIXES, SOURCE)
 _SOURCE_MEMBER = re.compile(
     rb'"source_(0|[1-9]\d{0,19})" ?: ?"([^"\\]*(?:\\.[^"\\]*)*)"'  # its id; a whole string
 )
-_COLUMN = {
-    ("k", ""): 0,
-    ("v", ""): 1,
-    ("k", "_scale"): 2,
-    ("k", "_zero"): 3,
-    ("v", "_scale"): 4,
-    ("v", "_zero"): 5,
-}
 
 
 # -- entries.bin ----------------------------------------------------------------------------------
@@ -248,9 +240,8 @@ class StoredTensor(NamedTuple):
 _PLACE = np.dtype(
     [
         ("start", np.int64),
-        ("length", np.int64),
-        ("rows", np.int64),
-        ("columns", np.int64),
+        ("rows", np.uint32),
+        ("columns", np.uint32),
         ("crc", np.uint32),
         ("dtype", np.uint8),
     ]
@@ -260,22 +251,38 @@ _PLACE = np.dtype(
 class ShardHeader:
     """Where the tensors and the source of each entry of a shard lie.
 
-    Attributes
+    A store of a million entries keeps hundreds of them, so they are small.
+
+    Parameters
     ----------
     ids : uint64 array, shape (n,)
         Entries of the shard, ascending.
-    parts : structured array, shape (n, 7)
-        Of each entry's parts in the order of `PARTS`: first byte in the file, bytes (-1 where it
-        has no such part), rows, columns, CRC-32C of the bytes, index into `DTYPES`. A source is
-        bytes.
+    names : sequence of str
+        Those of `PARTS` that any entry has.
+    places : structured array, shape (n, len(names))
+        Of each entry's parts: first byte in the file, rows (0 where it has no such part), columns,
+        CRC-32C of the bytes, index into `DTYPES`. A source is one row of bytes.
     """
 
-    __slots__ = ("ids", "parts")
+    __slots__ = ("_places", "ids", "names")
 
-    def __init__(self, n: int) -> None:
-        self.ids = np.zeros(n, np.uint64)
-        self.parts = np.zeros((n, len(PARTS)), _PLACE)
-        self.parts["length"] = -1
+    def __init__(
+        self, ids: npt.NDArray[np.uint64], names: Sequence[str], places: npt.NDArray[np.void]
+    ) -> None:
+        self.ids = ids
+        self.names = tuple(names)
+        self._places = [_narrow(places[name]) for name in _PLACE.names or ()]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Entries, and names of parts."""
+        return len(self.ids), len(self.names)
+
+    @property
+    def n_tensors(self) -> int:
+        """Tensors of all entries; sources are none."""
+        rows = self._places[1]
+        return int(np.count_nonzero(rows[:, [name != SOURCE for name in self.names]]))
 
     def find(self, entry_id: int) -> int | None:
         """Return the row of an entry."""
@@ -284,14 +291,21 @@ class ShardHeader:
 
     def parts_of(self, row: int) -> Iterator[tuple[int, StoredTensor]]:
         """Yield the parts that an entry has, each with its column."""
-        for column, place in enumerate(self.parts[row].tolist()):
-            start, length, rows, columns, crc, dtype = place
-            if length >= 0:
-                shape = rows, columns
-                yield (
-                    column,
-                    StoredTensor(PARTS[column], DTYPES[dtype], shape, start, length, crc),
-                )
+        fields = (field[row].tolist() for field in self._places)
+        for column, (name, start, rows, columns, crc, number) in enumerate(
+            zip(self.names, *fields, strict=True)
+        ):
+            if rows:
+                dtype = DTYPES[number]
+                length = rows * columns * ITEM_BYTES[dtype]
+                yield column, StoredTensor(name, dtype, (rows, columns), start, length, crc)
+
+
+def _narrow(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return a field of all entries, in 4 bytes where it fits; what is the same for all, once."""
+    if (values == values[:1]).all():
+        return np.broadcast_to(values[:1].copy(), values.shape)
+    return values.astype(np.uint32 if values.max() < 1 << 32 else values.dtype)
 
 
 def pack_header(
@@ -331,28 +345,36 @@ def pack_header(
 def parse_header(text: bytes, data_bytes: int) -> ShardHeader:
     """Parse the header of a shard whose tensors fill `data_bytes` bytes after it."""
     metadata, tensors = parse_tensors(text, data_bytes, ITEM_BYTES)
-    found: list[tuple[int, int, StoredTensor]] = []
+    found: list[tuple[int, str, StoredTensor]] = []
     for tensor in tensors:
         match = _TENSOR.fullmatch(tensor.name)
         if match is None or int(match[2]) >= 1 << 64:
             raise ValueError(f"it holds a tensor of the name {tensor.name[:60]!r}")
         if len(tensor.shape) != 2:
             raise ValueError(f"its tensor {tensor.name} has {len(tensor.shape)} dimensions")
-        found.append((int(match[2]), _COLUMN[match[1], match[3]], tensor))
-    header = ShardHeader(len({entry_id for entry_id, *_ in found}))
-    header.ids[:] = sorted({entry_id for entry_id, *_ in found})
-    row_of = {entry_id: row for row, entry_id in enumerate(header.ids.tolist())}
-    for entry_id, column, tensor in found:
-        _, dtype, shape, start, length, crc = tensor
-        place = (start, length, *shape, crc, DTYPES.index(dtype))
-        header.parts[row_of[entry_id], column] = place
-    present = header.parts["length"][:, : len(SUFFIXES)] >= 0
-    lone = ~present[:, :2].all(axis=1) | (present[:, 2:].any(axis=1) & ~present[:, 2:].all(axis=1))
-    if lone.any():
-        raise ValueError(f"entry {int(header.ids[lone][0])} lacks some of its tensors")
+        if max(tensor.shape) >= 1 << 32:
+            raise ValueError(f"its tensor {tensor.name} has more than 2**32 - 1 rows or columns")
+        found.append((int(match[2]), match[1] + match[3], tensor))
+    ids = sorted({entry_id for entry_id, *_ in found})
+    there = {suffix for _, suffix, _ in found}
     if any(name.startswith("source_") for name in metadata):
-        _find_sources(header, text, metadata, row_of)
-    return header
+        there.add(SOURCE)
+    names = [name for name in PARTS if name in there]
+    row_of = {entry_id: row for row, entry_id in enumerate(ids)}
+    places = np.zeros((len(ids), len(names)), _PLACE)
+    for entry_id, suffix, tensor in found:
+        _, dtype, shape, start, _, crc = tensor
+        place = (start, *shape, crc, DTYPES.index(dtype))
+        places[row_of[entry_id], names.index(suffix)] = place
+    present = np.zeros((len(ids), len(PARTS)), np.bool_)
+    present[:, [PARTS.index(name) for name in names]] = places["rows"] > 0
+    scaled = present[:, 2 : len(SUFFIXES)]
+    lone = ~present[:, :2].all(axis=1) | (scaled.any(axis=1) & ~scaled.all(axis=1))
+    if lone.any():
+        raise ValueError(f"entry {ids[int(np.argmax(lone))]} lacks some of its tensors")
+    if SOURCE in there:
+        _find_sources(places[:, -1], text, metadata, row_of)
+    return ShardHeader(np.array(ids, np.uint64), names, places)
 
 
 def parse_tensors(
@@ -404,7 +426,7 @@ def parse_tensors(
 
 
 def _find_sources(
-    header: ShardHeader, text: bytes, metadata: dict[str, Any], row_of: dict[int, int]
+    places: npt.NDArray[np.void], text: bytes, metadata: dict[str, Any], row_of: dict[int, int]
 ) -> None:
     """Note where in the header the sources stand; they are read from there when asked for."""
     named = {name for name in metadata if name.startswith("source_")}
@@ -412,9 +434,8 @@ def _find_sources(
         entry_id, (start, end) = int(match[1]), match.span(2)
         if entry_id not in row_of:
             raise ValueError(f"it holds a source of entry {entry_id}, but not the entry")
-        length = end - start
-        place = (8 + start, length, 1, length, crc32c(match[2]), DTYPES.index("I8"))
-        header.parts[row_of[entry_id], len(SUFFIXES)] = place
+        place = (8 + start, 1, end - start, crc32c(match[2]), DTYPES.index("I8"))
+        places[row_of[entry_id]] = place
         named.discard(f"source_{entry_id}")
     if named or not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError("its metadata is not of plain names and strings")

@@ -128,8 +128,8 @@ class LayerIndex:
             block.data[place] = records
         else:
             _kernels.late_pack(records, used, place.start, self._layout.lanes, block.data)
+            block.used[place] = used
         block.ids[place] = ids
-        block.used[place] = used
         block.alive[place] = 1
         block.filled = place.stop
         self._live += len(ids)

@@ -434,7 +434,7 @@ class ShardPool:
                 self._agree(number, header, fd)
             self._headers[number] = header
         if number not in self._verified:
-            self._verified[number] = np.zeros(self._headers[number].parts.shape, np.bool_)
+            self._verified[number] = np.zeros(self._headers[number].shape, np.bool_)
 
     def _agree(self, number: int, header: ShardHeader, fd: int) -> None:
         """Let the reference reader parse the shard too: what it would read otherwise is refused."""
@@ -448,7 +448,7 @@ class ShardPool:
             raise self.corrupt(number, f"safetensors refuses it: {error}") from None
         except OSError as error:
             raise StoreIOError(f"failed opening {path}: {error}") from error
-        if count != int((header.parts["length"][:, : len(SUFFIXES)] >= 0).sum()):
+        if count != header.n_tensors:
             raise self.corrupt(
                 number, f"safetensors finds {count} tensors in it, its header names others"
             )
