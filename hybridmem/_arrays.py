@@ -128,7 +128,7 @@ def not_finite(
 def layer_index(v: object, name: str = "layer_idx") -> int:
     """Return a layer number: an integer from 0 to 2**32 - 1."""
     want = "an integer from 0 to 2**32 - 1"
-    number = _integer(v, name, want)
+    number = v if type(v) is int else _integer(v, name, want)
     if not 0 <= number < _U32:
         raise ValueError(f"{name}: got {_short(v)}, want {want}")
     return number
@@ -136,10 +136,9 @@ def layer_index(v: object, name: str = "layer_idx") -> int:
 
 def count(v: object, name: str, minimum: int) -> int:
     """Return a number of things: an integer that is at least `minimum`."""
-    want = f"an integer >= {minimum}"
-    number = _integer(v, name, want)
+    number = v if type(v) is int else _integer(v, name, f"an integer >= {minimum}")
     if number < minimum:
-        raise ValueError(f"{name}: got {_short(v)}, want {want}")
+        raise ValueError(f"{name}: got {_short(v)}, want an integer >= {minimum}")
     return number
 
 
@@ -166,8 +165,6 @@ def importance(v: object, name: str = "importance") -> float:
 
 
 def _integer(v: object, name: str, want: str) -> int:
-    if type(v) is int:
-        return v
     torch = _torch_of(v)
     is_bool = isinstance(v, bool) or (torch is not None and getattr(v, "dtype", None) == torch.bool)
     try:

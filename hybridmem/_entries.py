@@ -215,9 +215,12 @@ class EntryTable:
         """Return the row of a live entry."""
         if not 0 < entry_id < 1 << 64:
             return None
-        ids = self.columns["entry_id"][: self.n_rows]
-        row = int(ids.searchsorted(np.uint64(entry_id)))
-        return row if row < self.n_rows and int(ids[row]) == entry_id and self.alive[row] else None
+        ids = self.columns["entry_id"]
+        row = entry_id - ids.item(0) if self.n_rows else 0  # right where none before it is gone
+        if not (0 <= row < self.n_rows and ids.item(row) == entry_id):
+            row = int(ids[: self.n_rows].searchsorted(np.uint64(entry_id)))
+        found = row < self.n_rows and ids.item(row) == entry_id and self.alive.item(row)
+        return row if found else None
 
     def rows(self, entry_ids: npt.NDArray[np.uint64]) -> Rows:
         """Return the rows of entries that there are."""

@@ -264,9 +264,10 @@ class Search:
         self, at: int, found: Candidates, places: Sequence[int]
     ) -> tuple[list[int], list[float]]:
         """Return the rows, and the scores, of some of what was found for one of the queries."""
-        rows = self.finder._table.rows(found.ids[places])
+        ids, distances = found.ids, found.distances
         spec, tokens = self.finder._signatures.spec, len(self._signed[at])
-        return rows.tolist(), spec.score(found.distances[places], tokens).tolist()
+        rows = [self.finder._row(ids.item(one)) for one in places]
+        return rows, [spec.score(distances.item(one), tokens) for one in places]
 
 
 def _said(

@@ -18,6 +18,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -308,12 +309,12 @@ class SignatureSpec:
         if tokens and self.bits > MAX_SUB_BITS:
             raise ValueError(f"signature_bits must be at most {MAX_SUB_BITS}, got {self.bits}")
 
-    @property
+    @cached_property
     def pooled(self) -> bool:
         """One signature per entry; otherwise late interaction of sub-signatures."""
         return self.signature_tokens == 0
 
-    @property
+    @cached_property
     def bits(self) -> int:
         """Bits of a query's signature: hdc_dim, or those of a sub-signature."""
         return self.signature_bits or self.hdc_dim
