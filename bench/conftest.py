@@ -99,7 +99,7 @@ def versus(benchmark: Any) -> Callable[..., None]:
 
     versus(title, ours, others, floor=(name, call), per={name: repeats}, rounds=n); `per` says how
     often a call repeats what is measured, "" stands for ours. What is timed is a call right after
-    another of the same (`again`): each finds the processor's caches as it leaves them itself.
+    others of the same (`again`): each finds the processor's caches as it leaves them itself.
     `before` is called first in each round.
     """
 
@@ -111,7 +111,7 @@ def versus(benchmark: Any) -> Callable[..., None]:
         floor: tuple[str, Callable[[], object]] | None = None,
         per: dict[str, int] | None = None,
         rounds: int = 15,
-        again: bool = True,
+        again: int = 1,
         before: Callable[[], object] | None = None,
     ) -> None:
         calls = dict(others) | ({floor[0]: floor[1]} if floor else {})
@@ -123,12 +123,12 @@ def versus(benchmark: Any) -> Callable[..., None]:
                 before()
             for name, call in calls.items():
                 # A floor of the same memory as ours is as often asked before as we will be.
-                for _ in range(again + (again and floor is not None and name == floor[0])):
+                for _ in range(again * (2 if floor is not None and name == floor[0] else 1)):
                     call()
                 start = time.perf_counter()
                 call()
                 taken[name].append((time.perf_counter() - start) / repeats.get(name, 1))
-            if again:
+            for _ in range(again):
                 ours()
 
         benchmark.pedantic(ours, setup=in_turn, rounds=rounds, warmup_rounds=1)
