@@ -12,7 +12,7 @@ import math
 import operator
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +35,7 @@ __all__ = [
 
 Floats = npt.NDArray[np.float32]
 
+_F32 = np.dtype(np.float32)
 _U32 = 1 << 32
 _FLOATS = "floats (float16, bfloat16, float32 or float64)"
 _ARRAY_PROTOCOLS = ("__array__", "__array_interface__", "__array_struct__")
@@ -73,12 +74,22 @@ def matrix(
     ValueError
         The shape is another one, an element is masked, NaN, infinite or too large for float32.
     """
+    if _is_matrix(x, width, vector_ok):
+        return _rows(x.reshape(-1, width), name, finite)
     wanted = f"[n_tokens, {width}]" + (f" or [{width}]" if vector_ok else "")
     a = _floats(x, name, wanted)
     n = _tokens(a, name, width, wanted, vector_ok)
     if not 0 < n < _U32:
         raise ValueError(f"{name}: got shape {_shape(a)}, want {wanted}, 1 to 2**32 - 1 rows")
     return _rows(_numpy(a, name).reshape(n, width), name, finite)
+
+
+def _is_matrix(x: object, width: int, vector_ok: bool) -> TypeGuard[npt.NDArray[Any]]:
+    """Whether nothing but the values of `x` is left to check, as of most that is passed."""
+    if type(x) is not np.ndarray or x.dtype != _F32:
+        return False
+    n = x.shape[0] if x.ndim == 2 else int(vector_ok)
+    return bool(0 < n < _U32 and x.shape[-1:] == (width,) and x.ndim <= 2)
 
 
 def vectors(x: object, name: str, width: int) -> tuple[Floats, bool]:
@@ -340,8 +351,6 @@ def _too_narrow(rows: Sequence[Floats], name: str, dtype: object) -> ValueError:
 
 def _floats(x: object, name: str, wanted: str) -> Any:
     """Return a numpy array or a torch tensor of floats over `x`'s memory; no value is read."""
-    if type(x) is np.ndarray and x.dtype.kind == "f":
-        return x
     want = f"{_FLOATS} of shape {wanted}"
     torch = _torch_of(x)
     if torch is not None:
@@ -397,9 +406,8 @@ def _tokens(a: Any, name: str, width: int | None, wanted: str, vector_ok: bool =
     shape = tuple(a.shape)
     if vector_ok and len(shape) == 1:
         shape = (1, *shape)
-    leading = shape[:-2]
-    fits = len(shape) >= 2 and width in (None, shape[-1]) and leading.count(1) == len(leading)
-    if not fits:
+    fits = len(shape) >= 2 and width in (None, shape[-1])
+    if not fits or any(axis != 1 for axis in shape[:-2]):
         raise ValueError(f"{name}: got shape {_shape(a)}, want {wanted}{_hint(shape, width)}")
     return int(shape[-2])
 
@@ -418,7 +426,7 @@ def _hint(shape: tuple[int, ...], width: int | None) -> str:
 
 
 def _float32(a: npt.NDArray[Any]) -> Floats:
-    if a.dtype == np.float32 and a.flags.c_contiguous and a.flags.aligned:
+    if a.dtype == _F32 and a.flags.c_contiguous and a.flags.aligned:
         return a
     with np.errstate(all="ignore"):  # the caller looks for overflow
         return np.array(a, np.float32, order="C")
