@@ -15,7 +15,7 @@ import math
 import os
 import secrets
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 try:
     import ray  # noqa: F401  (its absence is explained)
@@ -38,6 +38,33 @@ __all__ = ["Cluster", "create", "open"]
 _ON_MISSING = ("raise", "report")
 #: A year: what is longer is more than the system can wait.
 _MAX_S = 31_536_000
+
+
+class _Limits(NamedTuple):
+    """How long and how much is waited for, as given to `create` and `open`."""
+
+    deadline_s: float
+    write_deadline_s: float
+    on_missing: str
+    max_inflight_bytes: int
+    max_unflushed_bytes: int
+    search_threads: int
+
+    def check(self) -> None:
+        """Refuse what is no limit."""
+        _check_one_of(_ON_MISSING, "on_missing", self.on_missing)
+        for name in ("deadline_s", "write_deadline_s"):
+            value = getattr(self, name)
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not number or not 0 < value <= _MAX_S:
+                raise ValueError(
+                    f"{name}: got {value!r}, want seconds, more than 0 and at most {_MAX_S}"
+                )
+        _check_counts(
+            max_inflight_bytes=(self.max_inflight_bytes, 0),
+            max_unflushed_bytes=(self.max_unflushed_bytes, 0),
+            search_threads=(self.search_threads, 1),
+        )
 
 
 def create(
@@ -110,15 +137,14 @@ def create(
         raise ValueError(
             "max_entries and max_disk_bytes must be 0: a cluster evicts nothing; delete entries"
         )
+    _check_root(root)
     _check_counts(partitions=(partitions, 1), replicas=(replicas, 1))
-    _check(root, route=(route, ROUTES), on_missing=(on_missing, _ON_MISSING))
-    _check_seconds(deadline_s=deadline_s, write_deadline_s=write_deadline_s)
-    _check_counts(
-        max_inflight_bytes=(max_inflight_bytes, 0),
-        max_unflushed_bytes=(max_unflushed_bytes, 0),
-        search_threads=(search_threads, 1),
-    )
-    limits = (write_deadline_s, max_inflight_bytes, max_unflushed_bytes)
+    _check_one_of(ROUTES, "route", route)
+    limits = _Limits(
+        deadline_s, write_deadline_s, on_missing, max_inflight_bytes, max_unflushed_bytes,
+        search_threads,
+    )  # fmt: skip
+    limits.check()
     if remote is not None:
         check_url(remote)
     found, without = _actors.disks(root, make=True, seconds=START_S)
@@ -139,7 +165,7 @@ def create(
         "remote": remote,
         "config": config.to_dict(),
     }
-    places = Places(root, about, "r+", search_threads)
+    places = Places(root, about, "r+", limits.search_threads)
     if remote is not None:
         claim(remote, _actors.CLUSTER_NAME, about)
     try:
@@ -149,7 +175,7 @@ def create(
         for number in range(partitions):
             chosen = [found[(number + turn) % len(found)] for turn in range(replicas)]
             owners.append(Owner(number, [_replica(places, disk, number) for disk in chosen]))
-        return _opened(places, owners, limits, deadline_s, on_missing, config)
+        return _opened(places, owners, limits, config)
     except BaseException:
         for disk in found:
             _actors.abandon(disk, about)
@@ -194,14 +220,12 @@ search_threads
     """
     if mode not in ("r", "r+"):
         raise ValueError(f'mode must be "r+" or "r", got {mode!r}')
-    _check(root, on_missing=(on_missing, _ON_MISSING))
-    _check_seconds(deadline_s=deadline_s, write_deadline_s=write_deadline_s)
-    _check_counts(
-        max_inflight_bytes=(max_inflight_bytes, 0),
-        max_unflushed_bytes=(max_unflushed_bytes, 0),
-        search_threads=(search_threads, 1),
-    )
-    limits = (write_deadline_s, max_inflight_bytes, max_unflushed_bytes)
+    _check_root(root)
+    limits = _Limits(
+        deadline_s, write_deadline_s, on_missing, max_inflight_bytes, max_unflushed_bytes,
+        search_threads,
+    )  # fmt: skip
+    limits.check()
     found, without = _actors.disks(root, make=False, seconds=START_S)
     about = _about(root, found, without)
     if about["format_version"] != FORMAT["format_version"]:
@@ -209,7 +233,7 @@ search_threads
             f"the cluster in {root} has format_version {about['format_version']}: install a newer "
             "hybridmem"
         )
-    places = Places(root, about, mode, search_threads)
+    places = Places(root, about, mode, limits.search_threads)
     owners = []
     for number in range(about["partitions"]):
         chosen = [disk for disk in found if number in disk.partitions]
@@ -217,7 +241,7 @@ search_threads
         owner.view = max(disk.views.get(number, 0) for disk in found)
         owner.absent += _reasons(without)
         owners.append(owner)
-    return _opened(places, owners, limits, deadline_s, on_missing, None)
+    return _opened(places, owners, limits, None)
 
 
 def _about(root: str, found: Sequence[Disk], without: dict[str, str]) -> dict[str, Any]:
@@ -243,29 +267,22 @@ def _about(root: str, found: Sequence[Disk], without: dict[str, str]) -> dict[st
     return about
 
 
-def _check(root: object, **given: tuple[str, tuple[str, ...]]) -> None:
+def _check_root(root: object) -> None:
     if not isinstance(root, str):
         raise TypeError(f"root must be a string, got {type(root).__name__}")
     if not os.path.isabs(root) and not root.startswith("$"):
         raise ValueError(f"root: got {root!r}, want a path from the root: nodes have no common one")
-    for name, (value, known) in given.items():
-        if value not in known:
-            raise ValueError(f"{name}: got {value!r}, want one of {known}")
+
+
+def _check_one_of(known: tuple[str, ...], name: str, value: object) -> None:
+    if value not in known:
+        raise ValueError(f"{name}: got {value!r}, want one of {known}")
 
 
 def _check_counts(**given: tuple[object, int]) -> None:
     for name, (value, least) in given.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ValueError(f"{name}: got {value!r}, want an integer of at least {least}")
-
-
-def _check_seconds(**given: Any) -> None:
-    for name, value in given.items():
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not number or not 0 < value <= _MAX_S:
-            raise ValueError(
-                f"{name}: got {value!r}, want seconds, more than 0 and at most {_MAX_S}"
-            )
 
 
 def _reasons(without: dict[str, str]) -> str:
@@ -279,20 +296,17 @@ def _replica(places: Places, disk: Disk, number: int) -> Replica:
 def _opened(
     places: Places,
     owners: list[Owner],
-    limits: tuple[float, int, int],
-    deadline_s: float,
-    on_missing: str,
+    limits: _Limits,
     config: Config | None,
 ) -> Cluster:
     """Take up what the disks hold, or make stores of a configuration."""
-    write_deadline_s, max_inflight_bytes, max_unflushed_bytes = limits
     made = Owners(
         owners,
         replicas=places.about["replicas"],
         remote=places.remote,
-        write_deadline_s=write_deadline_s,
-        max_inflight_bytes=max_inflight_bytes,
-        max_unflushed_bytes=max_unflushed_bytes,
+        write_deadline_s=limits.write_deadline_s,
+        max_inflight_bytes=limits.max_inflight_bytes,
+        max_unflushed_bytes=limits.max_unflushed_bytes,
     )
     try:
         if config is not None:
@@ -303,8 +317,8 @@ def _opened(
             places=places,
             config=joined.config,
             next_id=joined.mark.next_entry_id,
-            deadline_s=deadline_s,
-            on_missing=on_missing,
+            deadline_s=limits.deadline_s,
+            on_missing=limits.on_missing,
         )
     except BaseException:
         made.end()
