@@ -258,13 +258,15 @@ class IndexView:
             wanted = _unsigned(entry_ids, np.uint64, "entry_ids").reshape(-1)
             if not (wanted[1:] > wanted[:-1]).all():
                 wanted = np.unique(wanted)
+            live = sum(np.count_nonzero(block.alive[:filled]) for block, filled in self._parts)
             places = self.find(wanted)
-            return [
-                self._search_gated(query, k, places)
-                if approximate and self.is_large(query, len(places), k)
-                else self._search_at(query, k, places)
-                for query in checked
-            ]
+            if len(places) != live:  # else they are all there are
+                return [
+                    self._search_gated(query, k, places)
+                    if approximate and self.is_large(query, len(places), k)
+                    else self._search_at(query, k, places)
+                    for query in checked
+                ]
         k = min(k, self._places)
         if k == 0:
             return [_nothing() for _ in checked]

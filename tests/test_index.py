@@ -105,6 +105,30 @@ def test_every_level_and_kind(simd: str, spec: SignatureSpec) -> None:
     model.check(model.index.view(), 5, chosen + chosen[:9])
 
 
+@pytest.mark.parametrize("spec", SPECS[2::3], ids=str)
+def test_all_of_them_by_id_are_scanned_like_all(
+    spec: SignatureSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Model(spec, 2, few=True)
+    model.extend(150)
+    model.remove(0.1)  # too few for blocks to be rewritten: their places stay, dead
+    view, everything = model.index.view(), list(model.records)
+    assert len(view) > len(everything)
+    model.extend(9)  # not in this view
+    later = list(model.records)
+    for entry_id in later[-4:]:
+        model.index.remove(entry_id)
+        del model.records[entry_id]
+    for k in (1, 7, 1000):
+        model.check(view, k, everything[4:])  # as many are missing as are dead elsewhere
+    monkeypatch.setattr(_index.IndexView, "_search_at", None)  # which is for some of them
+    for k in (1, 7, 1000):
+        model.check(view, k, everything)
+        model.check(model.index.view(), k, later)
+    with pytest.raises(TypeError):
+        model.check(view, 5, everything[1:])
+
+
 @pytest.mark.parametrize("threads", [2, 3, 16])
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_threads_find_the_same(
