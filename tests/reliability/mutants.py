@@ -24,7 +24,7 @@ FULL = "tests/reliability/test_crash_states.py -k disk_that_was_full"
 ERRORS = "tests/contract/test_errors.py"
 LOCKS = "tests/contract/test_modes_locks.py"
 HOSTILE = "tests/reliability/test_hostile.py"
-SESSIONS = "tests/test_sessions.py"
+SESSIONS = "tests/sessions"
 
 
 @dataclasses.dataclass(frozen=True)
