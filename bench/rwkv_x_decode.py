@@ -101,7 +101,7 @@ def fill(store: Any, state: Any, options: argparse.Namespace) -> None:
     store.flush()
     records = store.entries
     for layer, layer_state in enumerate(state["attn"]):
-        mine = records[records["layer_idx"] == layer][: options.entries // layers]
+        mine = records[records["layer_idx"] == layer]
         held = layer_state["hybridmem"]
         held["entries"] = torch.from_numpy(mine["entry_id"].astype(np.int64))
         held["stamps"] = torch.from_numpy(mine["timestamp"].astype(np.int64))

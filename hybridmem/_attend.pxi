@@ -168,3 +168,44 @@ def attend_int8(const float[:, ::1] q not None,
         hm_free(a.scores)
     if not ready:
         raise MemoryError
+
+
+# ---------------------------------------------------------------------------------------------
+# Rows by head, as products of one query with all of them read them
+# ---------------------------------------------------------------------------------------------
+
+cdef void _write_by_head(const float[:, ::1] keys, const float[:, ::1] values,
+                         float[:, ::1] columns, float[:, :, ::1] by_head,
+                         Py_ssize_t at) noexcept nogil:
+    cdef Py_ssize_t n = keys.shape[0], width = keys.shape[1], size = by_head.shape[2]
+    cdef Py_ssize_t left, first, row, column, head
+    for left in range(0, width, 16):  # squares of 16, so that whole lines are read and written
+        for first in range(0, n, 16):
+            for column in range(left, min(left + 16, width)):
+                for row in range(first, min(first + 16, n)):
+                    columns[column, at + row] = keys[row, column]
+    for head in range(by_head.shape[0]):
+        for row in range(n):
+            memcpy(&by_head[head, at + row, 0], &values[row, head * size], size * sizeof(float))
+
+
+def write_by_head(const float[:, ::1] keys not None, const float[:, ::1] values not None,
+                  float[:, ::1] columns not None, float[:, :, ::1] by_head not None,
+                  Py_ssize_t at):
+    """Write keys as columns of [width, rows], and values by head into [heads, rows, size]."""
+    with nogil:
+        _write_by_head(keys, values, columns, by_head, at)
+
+
+def append_by_head(const float[:, ::1] key not None, const float[:, ::1] value not None,
+                   const float[:, ::1] query not None,
+                   float[:, ::1] columns not None, float[:, :, ::1] by_head not None,
+                   Py_ssize_t at,
+                   float[:, :, ::1] own not None, Py_ssize_t own_at, Py_ssize_t query_at):
+    """As write_by_head, one row, which goes with its query into own [3, rows, width] too."""
+    cdef size_t size = key.shape[1] * sizeof(float)
+    with nogil:
+        _write_by_head(key, value, columns, by_head, at)
+        memcpy(&own[0, own_at, 0], &key[0, 0], size)
+        memcpy(&own[1, own_at, 0], &value[0, 0], size)
+        memcpy(&own[2, query_at, 0], &query[0, 0], size)

@@ -130,4 +130,16 @@ def attend_int8(
     top: _F32,
     total: _F32,
 ) -> None: ...
+def write_by_head(keys: _F32, values: _F32, columns: _F32, by_head: _F32, at: int) -> None: ...
+def append_by_head(
+    key: _F32,
+    value: _F32,
+    query: _F32,
+    columns: _F32,
+    by_head: _F32,
+    at: int,
+    own: _F32,
+    own_at: int,
+    query_at: int,
+) -> None: ...
 def start_writing(fd: int, offset: int, length: int) -> None: ...

@@ -104,6 +104,7 @@ cdef extern from *:
     void hm_start_writing(int fd, long long offset, long long length) noexcept nogil
 
 cdef extern from "<string.h>" nogil:
+    void *memcpy(void *to, const void *source, size_t size) noexcept
     void *memset(void *p, int value, size_t size) noexcept
 
 

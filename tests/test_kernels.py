@@ -316,3 +316,39 @@ def test_late(simd: str, lanes: int, nbytes: int) -> None:
         found = slot[q] >= 0
         np.testing.assert_array_equal(distance[q][found], want_distance)
         np.testing.assert_array_equal(slot[q][found], want_slot)
+
+
+# Rows by head
+
+
+@pytest.mark.parametrize("n", [0, 1, 15, 16, 17, 64])
+@pytest.mark.parametrize(("heads", "size"), [(1, 1), (3, 5), (2, 16), (12, 64), (5, 33)])
+def test_rows_by_head(n: int, heads: int, size: int) -> None:
+    rng = np.random.default_rng(n)
+    width, room, at = heads * size, n + 9, 4
+    keys, values = rng.standard_normal((2, n, width), np.float32)
+    columns, by_head = (
+        np.zeros((width, room), np.float32),
+        np.zeros((heads, room, size), np.float32),
+    )
+    _kernels.write_by_head(keys, values, columns, by_head, at)
+    for rows, written in ((keys, columns.T), (values, by_head.transpose(1, 0, 2))):
+        expected = np.zeros((room, width), np.float32)
+        expected[at : at + n] = rows
+        np.testing.assert_array_equal(written.reshape(room, width), expected)
+
+
+def test_a_row_by_head_goes_to_its_own_too() -> None:
+    rng = np.random.default_rng(0)
+    heads, size, room = 3, 7, 11
+    rows = rng.standard_normal((3, 1, heads * size), np.float32)
+    columns, by_head = np.zeros((21, room), np.float32), np.zeros((heads, room, size), np.float32)
+    own = np.zeros((3, 6, 21), np.float32)
+    _kernels.append_by_head(*rows, columns, by_head, 10, own, 2, 5)
+    others = np.zeros((21, room), np.float32), np.zeros((heads, room, size), np.float32)
+    _kernels.write_by_head(rows[0], rows[1], *others, 10)
+    np.testing.assert_array_equal(columns, others[0])
+    np.testing.assert_array_equal(by_head, others[1])
+    expected = np.zeros((3, 6, 21), np.float32)
+    expected[0, 2], expected[1, 2], expected[2, 5] = rows[:, 0]
+    np.testing.assert_array_equal(own, expected)

@@ -25,7 +25,6 @@ from .helpers import (
     MARKS,
     TOLERANCE,
     attended_rows,
-    gathered,
     largest,
     load,
     reference,
@@ -371,22 +370,3 @@ def test_two_states_that_share_what_they_hold_go_on_apart(held: Any) -> None:
             logits.append(run(model, text(9, seed=seed)[at : at + 1], [1], mine)[0])
     for logits, wanted in zip(got, expected, strict=True):
         assert largest(torch.cat(logits) - wanted) < TOLERANCE
-
-
-def test_rows_at_hand_are_used_again_between_searches(
-    held: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, memory, state = held
-    made: list[Any] = []
-    original = gathered.GatheredRows.__init__
-
-    def noting(self: Any, *args: Any) -> None:
-        made.append(self)
-        original(self, *args)
-
-    monkeypatch.setattr(gathered.GatheredRows, "__init__", noting)
-    run(model, text(16, seed=3), [1] * 16, state)
-    assert 0 < len(made) <= 2 * (2 + 2 + 1)  # a layer: two searches, two chunks that leave, a start
-    assert memory._tier.gathered._bytes == sum(
-        rows.nbytes for _, rows in memory._tier.gathered._rows.values()
-    )

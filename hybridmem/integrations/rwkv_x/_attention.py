@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hybridmem import _kernels
-from hybridmem.integrations._tensors import as_tensor
+from hybridmem.integrations._tensors import as_array, as_tensor
 
 #: Query rows whose scores are held at once.
 BLOCK_ROWS = 128
@@ -105,22 +105,16 @@ def attend_one(query: Tensor, heads: int, groups: Sequence[tuple[Any, Any]]) -> 
     if query.device.type != "cpu":
         device = query.device
         return attend(query, [by_head(*_tensors(group, device), heads) for group in groups])
-    row = _array(query)
+    row = as_array(query)
     width = row.shape[1]
     out = np.zeros((1, width), np.float32)
     top, total = np.full((1, heads), -np.inf, np.float32), np.zeros((1, heads), np.float32)
     scale = (width // heads) ** -0.5
     rows = [group for group in groups if len(group[0])]
-    keys, values = (tuple(map(_array, column)) for column in zip(*rows, strict=True))
+    keys, values = (tuple(map(as_array, column)) for column in zip(*rows, strict=True))
     _kernels.attend(row, keys, values, heads, heads, scale, out, top, total)
     out.reshape(heads, -1)[...] /= total.reshape(heads, 1)
     return torch.from_numpy(out).to(query.dtype)
-
-
-def _array(rows: Any) -> np.ndarray[Any, Any]:
-    """View rows as a float32 array (a copy only where they are something else)."""
-    array = rows.float().numpy() if isinstance(rows, Tensor) else rows
-    return np.ascontiguousarray(array)
 
 
 def _tensors(group: tuple[Any, Any], device: Any) -> tuple[Tensor, Tensor]:

@@ -6,12 +6,16 @@ import threading
 import warnings
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hybridmem.memory import Memory
 
 #: A layer with more entries than this is not centred any more: all their signatures would change.
 _MOST_ENTRIES = 64
+#: Rows that are added up together.
+_TOGETHER = 64
 
 
 class Centring:
@@ -45,10 +49,9 @@ class Centring:
             if sums.count < self._tokens:
                 return
             del self._learning[layer]
+        mean_key, mean_query = sums.means()
         try:
-            self._store.calibrate(
-                layer, keys=sums.keys / sums.count, queries=sums.queries / sums.count
-            )
+            self._store.calibrate(layer, keys=mean_key, queries=mean_query)
         except ValueError as error:
             if layer not in self._store.calibration:  # else it is only that another was first
                 warnings.warn(
@@ -60,12 +63,26 @@ class Centring:
 
 
 class _Sums:
+    """Sums of rows, of which some wait: to add them up one by one costs decode a percent."""
+
     def __init__(self) -> None:
         self.count = 0
-        self.keys: np.ndarray = np.zeros(1)
-        self.queries: np.ndarray = np.zeros(1)
+        self._sums = [np.zeros(1), np.zeros(1)]
+        self._waiting: list[tuple[Tensor, Tensor]] = []
+        self._summed = 0
 
     def add(self, keys: Tensor, queries: Tensor) -> None:
+        self._waiting.append((keys, queries))
         self.count += len(keys)
-        self.keys = self.keys + keys.double().sum(0).cpu().numpy()
-        self.queries = self.queries + queries.double().sum(0).cpu().numpy()
+        if self.count - self._summed >= _TOGETHER:
+            self._add_up()
+
+    def means(self) -> list[NDArray[np.float64]]:
+        self._add_up()
+        return [total / self.count for total in self._sums]
+
+    def _add_up(self) -> None:
+        for at, rows in enumerate(zip(*self._waiting, strict=True)):
+            self._sums[at] = self._sums[at] + torch.cat(rows).double().sum(0).cpu().numpy()
+        self._waiting.clear()
+        self._summed = self.count

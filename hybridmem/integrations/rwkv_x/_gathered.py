@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybridmem import _slabs
-from hybridmem.integrations._tensors import as_tensor
-from hybridmem.integrations.rwkv_x._conversation import UNKNOWN, Conversation, Rows
+from hybridmem import _kernels, _slabs
+from hybridmem.integrations._tensors import as_array, as_tensor
+from hybridmem.integrations.rwkv_x._conversation import UNKNOWN, Conversation
 from hybridmem.integrations.rwkv_x._found import Found, FoundRows, Key
 
 
@@ -27,8 +27,8 @@ class GatheredRows:
     They lie by head, keys column by column, so that attention is two plain products: half again as
     fast as one over rows of all heads. What was found stands first and is replaced by the next
     search; the rows that wait come last. These are kept in a memory of their own too, for they
-    travel with the state: there rows are written behind those that are there and never over them,
-    so that a state from before, a branch, still holds what it held.
+    travel with the state, as the last queries do: there rows are written behind those that are
+    there and never over them, so that a state from before, a branch, still holds what it held.
 
     Attributes
     ----------
@@ -44,39 +44,42 @@ class GatheredRows:
         self,
         found_rows: int,
         cache: tuple[Tensor, Tensor],
-        waiting: Rows,
-        position: int,
+        held: Conversation,
         heads: int,
         chunk: int,
+        kept_queries: int,
     ) -> None:
         keys, values = cache
         self._cache = keys
         self._key: Key | None = None
-        room = max(chunk, len(waiting) + 1)
+        self._waiting = len(held.waiting)
+        self._room = max(chunk, self._waiting + 1)
         width = keys.shape[-1]
-        n = found_rows + keys.shape[1] + room
+        n = found_rows + keys.shape[1] + self._room
         with torch.inference_mode(False):  # tensors that may be written to in any mode
-            by_column, by_row = _room(2 * n * width, keys.device).view(2, heads, -1)
+            by_column, by_row = _memory(2 * n * width, keys.device).view(2, heads, -1)
             self._keys = by_column.view(heads, width // heads, n)
             self._values = by_row.view(heads, n, width // heads)
-            self._own = Rows(
-                keys.new_empty((room, width)),
-                keys.new_empty((room, width)),
-                torch.full((room, 2), UNKNOWN, dtype=torch.float64),
-            )
+            own = keys.new_empty((3, len(held.queries) + self._room, width))
             self._nothing = by_row.new_zeros(1)
-        # A token writes its row into each of these: [n, heads, head size].
-        self._places = self._keys.permute(2, 0, 1), self._values.transpose(0, 1)
-        tensors = (self._keys, self._values, self._own.keys, self._own.values)
-        self.nbytes = sum(tensor.nbytes for tensor in tensors)
+            self._appended = iter(_prefixes(own, held, self._room, kept_queries))
+        # Rows are written into these. On a CPU they are arrays, for loops of our own: copies of
+        # tensors row by row cost several times as much.
+        self._columns: Any = self._keys.view(width, n)
+        self._by_head: Any = self._values
+        self._own: Any = own
+        if in_arrays(keys.device):
+            self._columns, self._by_head = self._columns.numpy(), self._by_head.numpy()
+            if keys.dtype == torch.float32:
+                self._own = own.numpy()
+        self.nbytes = self._keys.nbytes + self._values.nbytes + own.nbytes
         self._scale = self._keys.shape[1] ** -0.5
-        self._found_rows = self._first = self._count = found_rows
-        self._waiting = 0
+        self._found_rows = self._first = found_rows
+        self._queries = len(held.queries) - self._waiting
         self._write(found_rows, keys[0], values[0])
-        self._count += keys.shape[1]
-        self._append(waiting)
-        still = room - len(waiting)
-        self._own.meta[len(waiting) :, 0] = torch.arange(position, position + still)
+        self._count = found_rows + keys.shape[1]
+        self._write(self._count, held.waiting.keys, held.waiting.values)
+        self._count += self._waiting
 
     def show(self, found: Found, entries: list[tuple[Any, Any]]) -> None:
         """Put what a search found in the place of what the one before had found."""
@@ -85,47 +88,43 @@ class GatheredRows:
         at = self._found_rows
         for keys, values in entries:
             at -= len(keys)
-            self._write(at, as_tensor(keys), as_tensor(values))
+            self._write(at, keys, values)
         self._first, self._key = at, found.key
 
-    def _write(self, at: int, *rows: Tensor) -> None:
-        for place, some in zip(self._places, rows, strict=True):
-            place[at : at + len(some)] = some.view(-1, *place.shape[1:])
+    def _write(self, at: int, keys: Any, values: Any) -> None:
+        if isinstance(self._columns, np.ndarray):
+            _kernels.write_by_head(
+                as_array(keys), as_array(values), self._columns, self._by_head, at
+            )
+        else:
+            place, (heads, _, size) = slice(at, at + len(keys)), self._by_head.shape
+            self._columns[:, place] = as_tensor(keys).T
+            self._by_head[:, place] = as_tensor(values).view(-1, heads, size).transpose(0, 1)
 
     def holds(self, cache: Tensor, rows: int = 0) -> bool:
         """Whether they are of this cache, with room for a token and so many rows found."""
-        return (
-            self._cache is cache
-            and rows <= self._found_rows
-            and self._waiting < len(self._own.keys)
-        )
+        return self._cache is cache and rows <= self._found_rows and self._waiting < self._room
 
-    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Write the row of the next position behind the others.
+    def append(self, key: Tensor, value: Tensor, query: Tensor) -> dict[str, Tensor]:
+        """Write the rows of the next token behind the others.
 
         Returns
         -------
-        tuple of Tensor
-            Keys, values, and positions and losses of all rows that wait.
+        dict of str to Tensor
+            Fields of the plain state: the rows that wait and the last queries.
         """
-        at, n, own = self._waiting, self._count, self._own
-        keys, values = self._places
-        own.keys[at], own.values[at] = key, value
-        keys[n], values[n] = key.view(keys.shape[1:]), value.view(keys.shape[1:])
+        at, n = self._waiting, self._count
+        if isinstance(self._own, np.ndarray):
+            rows = key.numpy(), value.numpy(), query.numpy()
+            own = self._own, at, at + self._queries
+            _kernels.append_by_head(*rows, self._columns, self._by_head, n, *own)
+        else:
+            self._write(n, key, value)
+            self._own[0, at], self._own[1, at] = key[0], value[0]
+            self._own[2, at + self._queries] = query[0]
         self._waiting, self._count = at + 1, n + 1
         self.left -= 1
-        whole = own.keys, own.values, own.meta
-        waiting = [rows.narrow(0, 0, at + 1) for rows in whole]
-        return waiting[0], waiting[1], waiting[2]
-
-    def _append(self, rows: Rows) -> None:
-        place = slice(self._waiting, self._waiting + len(rows))
-        self._own.keys[place] = rows.keys
-        self._own.values[place] = rows.values
-        self._own.meta[place] = rows.meta
-        self._write(self._count, rows.keys, rows.values)
-        self._waiting = place.stop
-        self._count += len(rows)
+        return next(self._appended)
 
     def attend(self, query: Tensor) -> Tensor:
         """Attend to all rows with one query, `[1, width]`; computed in float32."""
@@ -143,9 +142,43 @@ class GatheredRows:
         return mixed.view(1, -1).to(query.dtype)
 
 
-def _room(count: int, device: torch.device) -> Tensor:
+def in_arrays(device: torch.device) -> bool:
+    """Whether rows of this device can be written as arrays of the CPU."""
+    return str(device.type) == "cpu"
+
+
+def _prefixes(
+    own: Tensor, held: Conversation, room: int, kept_queries: int
+) -> list[dict[str, Tensor]]:
+    """Fields of the plain state for every number of waiting rows to come, as views of `own`.
+
+    What is there already is written first. All are made at once: the same few steps, taken for
+    each token when other work has emptied the processor's caches, cost it a percent.
+    """
+    keys, values, queries = own
+    waiting, before = held.waiting, len(held.queries)
+    keys[: len(waiting)], values[: len(waiting)] = waiting.keys, waiting.values
+    queries[:before] = held.queries
+    meta = torch.full((room, 2), UNKNOWN, dtype=torch.float64)
+    meta[: len(waiting)] = waiting.meta
+    meta[len(waiting) :, 0] = torch.arange(held.seen, held.seen + room - len(waiting))
+    fields: list[dict[str, Tensor]] = []
+    for n in range(len(waiting) + 1, room + 1):
+        end = before + n - len(waiting)
+        fields.append(
+            {
+                "keys": keys[:n],
+                "values": values[:n],
+                "meta": meta[:n],
+                "queries": queries[max(0, end - kept_queries) : end],
+            }
+        )
+    return fields
+
+
+def _memory(count: int, device: torch.device) -> Tensor:
     """Memory for so many float32, in huge pages: columns of keys are pages apart."""
-    if device.type != "cpu":
+    if not in_arrays(device):
         return torch.empty(count, device=device)
     return torch.from_numpy(_slabs.pages((4 * count,)).view(np.float32))
 
@@ -153,10 +186,11 @@ def _room(count: int, device: torch.device) -> Tensor:
 class Gathered:
     """The gathered rows of the conversations that decode, the latest ones. Thread-safe."""
 
-    def __init__(self, found: FoundRows, limit: int, chunk: int) -> None:
+    def __init__(self, found: FoundRows, limit: int, chunk: int, kept_queries: int) -> None:
         self._found = found
         self._limit = limit
         self._chunk = chunk
+        self._kept_queries = kept_queries
         # The plain state that rows belong to is kept with them: its id is then no other's.
         self._rows: OrderedDict[tuple[int, int], tuple[Any, GatheredRows]] = OrderedDict()
         self._bytes = 0
@@ -188,7 +222,7 @@ class Gathered:
         entries = self._found.of(found)
         n = sum(len(keys) for keys, _ in entries)
         if rows is None or not rows.holds(cache[0], n):
-            rows = GatheredRows(n, cache, held.waiting, held.seen, heads, self._chunk)
+            rows = GatheredRows(n, cache, held, heads, self._chunk, self._kept_queries)
         rows.show(found, entries)
         return rows
 

@@ -114,10 +114,10 @@ def _decode(layer: int, att: Any, x: Tensor, state: dict[str, Any], tier: Tier) 
     x = x.view(1, -1)
     query, key, value = att.receptance(x), att.key(x), att.value(x)
     rows = tier.gather(layer, state, query, att.n_head)
-    waiting = rows.append(key, value)
+    appended = rows.append(key, value, query)
     mixed = rows.attend(query)
     tier.centring.learn(layer, key, query)
-    tier.go_on(layer, state, query, waiting, rows)
+    tier.go_on(layer, state, appended, rows)
     return att.output(mixed.view(-1))
 
 

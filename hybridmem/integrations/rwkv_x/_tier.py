@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hybridmem.integrations._tensors import as_array
 from hybridmem.integrations.rwkv_x._centring import Centring
 from hybridmem.integrations.rwkv_x._conversation import STATE_KEY, Conversation
 from hybridmem.integrations.rwkv_x._found import Found, FoundRows
@@ -63,7 +64,7 @@ class Tier:
         # Layers take turns, so that no token pays for the searches of all of them.
         self._offsets = [layer * search_every // layers for layer in range(layers)]
         self.rows = FoundRows(store, _AT_HAND_BYTES)
-        self.gathered = Gathered(self.rows, _AT_HAND_BYTES, chunk_tokens)
+        self.gathered = Gathered(self.rows, _AT_HAND_BYTES, chunk_tokens, query_tokens - 1)
         self._options = dict(query_options)
         self.centring = Centring(store, layers, centre_tokens)
         self._store_id = store.store_id
@@ -236,17 +237,14 @@ class Tier:
         self,
         layer: int,
         layer_state: dict[str, Any],
-        query: Tensor,
-        waiting: tuple[Tensor, Tensor, Tensor],
+        appended: dict[str, Tensor],
         rows: GatheredRows,
     ) -> None:
         """Move a state on by one token of decode, after which these rows wait."""
-        plain = dict(layer_state[STATE_KEY])  # the one before may be that of a branch
+        plain = layer_state[STATE_KEY] | appended  # a new one: the one before may be a branch's
         plain["seen"] += 1
-        plain["queries"] = self._kept(torch.cat((plain["queries"], query)))
-        plain["keys"], plain["values"], plain["meta"] = waiting
         layer_state[STATE_KEY] = plain
-        if len(waiting[0]) < self._chunk:
+        if len(plain["keys"]) < self._chunk:
             self.gathered.keep(layer, plain, rows)
         else:
             self.end(layer_state, self.settle(layer, Conversation.from_plain(plain)))
@@ -260,8 +258,8 @@ class Tier:
         if not whole:
             return held
         waiting = waiting.by_position()
-        keys = _array(waiting.keys[:whole])
-        values = _array(waiting.values[:whole])
+        keys = as_array(waiting.keys[:whole])
+        values = as_array(waiting.values[:whole])
         cuts = range(0, whole, self._chunk)
         usual = held.losses[0] / held.losses[1] if held.losses[1] else 1.0
         ids = self.store.put_many(
@@ -278,11 +276,6 @@ class Tier:
             stamps=torch.cat((held.stamps, torch.tensor(stamps, dtype=torch.int64))),
             newest=newest,
         )
-
-
-def _array(rows: Tensor) -> np.ndarray[Any, Any]:
-    array: np.ndarray[Any, Any] = rows.float().cpu().numpy()
-    return array
 
 
 def _importance(losses: Tensor, usual: float) -> float:
