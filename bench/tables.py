@@ -63,7 +63,10 @@ def alone(results: Mapping[str, Any]) -> list[str]:
 
 
 def compared(results: Mapping[str, Any]) -> list[str]:
-    """Return the table of the cases beside their floors and peers."""
+    """Return the table of the cases beside their floors and peers.
+
+    Where it is no time that is compared, `taken` says what is taken.
+    """
     lines = [
         "| case | median | beside | median | takes ... times as long |",
         "|---|---:|---|---:|---:|",
@@ -72,13 +75,12 @@ def compared(results: Mapping[str, Any]) -> list[str]:
         info = case["extra_info"]
         if "others" not in info:
             continue
-        title, took = info["title"], _time(case["stats"]["median"] / info["per_round"])
+        took = info.get("taken") or _time(case["stats"]["median"] / info["per_round"])
+        title = info["title"]
         for name, other in info["others"].items():
             kind = "floor: " if other["is_floor"] else ""
-            lines.append(
-                f"| {title} | {took} | {kind}{name} | {_time(other['seconds'])} "
-                f"| {other['ratio']:.2f} |"
-            )
+            beside = other.get("taken") or _time(other["seconds"])
+            lines.append(f"| {title} | {took} | {kind}{name} | {beside} | {other['ratio']:.2f} |")
             title = took = ""
     return lines
 

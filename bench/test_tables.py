@@ -38,6 +38,15 @@ def test_the_last_file_counts(tmp_path: Path) -> None:
     ]
 
 
+def test_what_is_no_time(tmp_path: Path) -> None:
+    memory = case("m", 0.5)
+    memory["extra_info"]["taken"] = "20 MB"
+    memory["extra_info"]["others"]["a floor"]["taken"] = "10 MB"
+    results = tables.read([written(tmp_path / "m.json", memory)])
+    row = "| the case m | 20 MB | floor: a floor | 10 MB | 0.50 |"
+    assert tables.compared(results)[2:] == [row]
+
+
 def test_what_became_slower_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
