@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hybridmem._checksums import crc32c
 from hybridmem._fileio import Directory
-from hybridmem._format import BLOCK_RECORDS, HEAD_BYTES, extend_checksums, record_dtype
+from hybridmem._format import BLOCK_RECORDS, HEAD_BYTES, record_dtype
 from hybridmem._manifest import Manifest
 from hybridmem.config import Config
 from hybridmem.errors import CorruptStoreError
@@ -22,8 +23,6 @@ ENTRIES_NAME = "entries.bin"
 
 _HEAD = np.dtype(record_dtype(64).descr[:-1])
 _NAMES = _HEAD.names or ()
-#: Rows per read while entries.bin is verified: a multiple of a checksum block that stays in cache.
-_READ_RECORDS = BLOCK_RECORDS
 
 Bytes = npt.NDArray[np.uint8]
 Rows = npt.NDArray[np.int64]
@@ -98,11 +97,8 @@ class EntryTable:
                     records=(size // width, count - 1),
                 )
             table._reserve(count)
-            heads = np.empty((count, HEAD_BYTES), np.uint8)
             signatures = np.empty((count, width - HEAD_BYTES), np.uint8) if io == "pread" else None
-            crcs = table._read_verified(
-                directory, fd, name, manifest.entries_crc, heads, signatures
-            )
+            crcs = table._read_verified(directory, fd, name, manifest, signatures)
             if crcs:
                 first, last = (
                     crcs[0] * BLOCK_RECORDS,
@@ -116,8 +112,7 @@ class EntryTable:
                     offset=first * width,
                     records=(first, last),
                 )
-            table._take_heads(heads.view(_HEAD)[:, 0] if count else np.empty(0, _HEAD))
-            table.n_committed = count
+            table.n_rows = table.n_committed = count
             for first, last in manifest.dead:
                 table.alive[first : last + 1] = False
             table._recount()
@@ -137,32 +132,27 @@ class EntryTable:
         directory: Directory,
         fd: int,
         name: str,
-        crcs: tuple[int, ...],
-        heads: Bytes,
+        manifest: Manifest,
         signatures: Bytes | None,
     ) -> list[int]:
         """Read all records once; return the numbers of the blocks whose checksum differs."""
-        count, width = len(heads), self.dtype.itemsize
-        buffer = np.empty((min(_READ_RECORDS, count), width), np.uint8)
+        count, width = manifest.n_records, self.dtype.itemsize
+        buffer = np.empty((min(BLOCK_RECORDS, count), width), np.uint8)  # stays in the caches
         wrong = []
-        for start in range(0, count, _READ_RECORDS):
-            rows = buffer[: min(_READ_RECORDS, count - start)]
+        for number, start in enumerate(range(0, count, BLOCK_RECORDS)):
+            rows = buffer[: min(BLOCK_RECORDS, count - start)]
+            place = slice(start, start + len(rows))
             done = directory.read_into(fd, memoryview(rows).cast("B"), start * width, name)
-            if done < rows.nbytes or extend_checksums((), 0, rows) != [
-                crcs[start // BLOCK_RECORDS]
-            ]:
-                wrong.append(start // BLOCK_RECORDS)
-            heads[start : start + len(rows)] = rows[:, :HEAD_BYTES]
+            records = rows.view(self.dtype)[:, 0]
+            for field in _NAMES:
+                self.columns[field][place] = records[field]
             if signatures is not None:
-                signatures[start : start + len(rows)] = rows[:, HEAD_BYTES:]
+                signatures[place] = rows[:, HEAD_BYTES:]
+            records["access_count"] = 0  # as which checksums take it
+            if done < rows.nbytes or crc32c(rows) != manifest.entries_crc[number]:
+                wrong.append(number)
+        self.alive[:count] = True
         return wrong
-
-    def _take_heads(self, heads: npt.NDArray[np.void]) -> None:
-        self._reserve(len(heads))
-        for name in _NAMES:
-            self.columns[name][: len(heads)] = heads[name]
-        self.alive[: len(heads)] = True
-        self.n_rows = len(heads)
 
     def _check(self, manifest: Manifest, path: str) -> None:
         """Hold every rule on fields, in one vectorised pass, before anything is computed."""
