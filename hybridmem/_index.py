@@ -270,8 +270,12 @@ class IndexView:
         k = min(k, self._places)
         if k == 0:
             return [_nothing() for _ in checked]
-        if approximate and all(self.is_large(query, self._places, k) for query in checked):
-            return [self._search_gated(query, k, None) for query in checked]
+        large = [approximate and self.is_large(query, self._places, k) for query in checked]
+        if any(large):
+            return [
+                self._search_gated(query, k, None) if gated else self._search_counted(query, k)
+                for query, gated in zip(checked, large, strict=True)
+            ]
         if k <= RUNNING_K:
             return self._search_running(checked, k, threads)
         return [self._search_counted(query, k) for query in checked]

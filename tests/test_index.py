@@ -249,6 +249,26 @@ def test_approximate_search_gives_up_what_begins_far_away(
         assert ids.tolist() == [i for i, _ in model.expect(query, k)]
 
 
+def test_queries_of_a_batch_are_approximate_each_by_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two tokens are too few to give entries up by; those of the other query are given up."""
+    monkeypatch.setattr(_index, "LARGE", 100)
+    monkeypatch.setattr(_index, "_SAMPLE", 40)
+    model = Model(SignatureSpec(512, 1, 64), 6, few=False)
+    model.extend(330)
+    view = model.index.view()
+    queries = [model.query(9), model.query(2)]
+    everyone = np.array(list(model.records), np.uint64)
+    for ids in (None, everyone, everyone[1:]):
+        both = view.search(queries, 4, ids, approximate=True)
+        alone = [view.search([query], 4, ids, approximate=True)[0] for query in queries]
+        for got, want in zip(both, alone, strict=True):
+            np.testing.assert_array_equal(got, want)
+    exact = [i for i, _ in model.expect(queries[0], 4)]
+    assert view.search(queries, 4, approximate=True)[0][0].tolist() != exact
+
+
 def test_approximate_search_of_few_or_pooled_entries_is_exact() -> None:
     for spec in (SignatureSpec(4096), SignatureSpec(512, 1, 64)):
         model = Model(spec, 4, few=False)
