@@ -119,7 +119,7 @@ class Signatures:
         """
         _, centre = self.centres.get(layer, (None, None))
         query = round_query(self._projector, self.spec, rows, centre)
-        squares = np.einsum("ij,ij->i", query, query, dtype=np.int64) * self.spec.bits
+        squares = np.square(query, dtype=np.float64).sum(axis=1) * self.spec.bits  # all exact
         # A row of zeros is at the same distance from all.
         cosines: Scores = view.dots(query, entry_ids) / np.sqrt(np.maximum(squares, 1))
         return cosines[:, None]

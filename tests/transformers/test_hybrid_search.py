@@ -74,6 +74,32 @@ def test_pieces_that_end_with_blocks_find_the_same(
     assert torch.allclose(got[0], got[2], atol=1e-4)
 
 
+def test_searches_are_decided_by_signatures_and_the_whole_query(
+    tiny_model: Any, new_cache: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another answer than that of the query's signs, of the same candidates."""
+    others = []
+    query_many = hybridmem.Store.query_many
+
+    def spy(self: Any, queries: Any, layer_idx: int, top_k: int, **options: Any) -> Any:
+        assert options.pop("rerank") == "signatures"
+        found = query_many(self, queries, layer_idx, top_k, rerank="signatures", **options)
+        for mine, plain in zip(
+            found, query_many(self, queries, layer_idx, 4 * top_k, **options), strict=True
+        ):
+            ids, candidates = ([hit.entry_id for hit in hits] for hits in (mine, plain))
+            assert set(ids) <= set(candidates)
+            others.append(ids != candidates[:top_k])
+        return found
+
+    monkeypatch.setattr(hybridmem.Store, "query_many", spy)
+    model = tiny_model()
+    cache = new_cache(model, top_k=2, block_tokens=8, chunk_tokens=4)
+    with retrieval(model):
+        run(model, text(60), [30, 30], cache)
+    assert any(others)
+
+
 def test_one_search_where_everything_is_found_anyway(
     tiny_model: Any, new_cache: Any, searches: Searches
 ) -> None:

@@ -114,7 +114,9 @@ def _search(
     cache = layer.cache
     # Entries of others that the layers below found are looked for among more candidates.
     depth = cache.top_k * (CANDIDATES if cache.fuse_layers and ids is None else 1)
-    found = iter(cache.store.query_many(asked, layer.layer_idx, depth, entry_ids=ids))
+    found = iter(
+        cache.store.query_many(asked, layer.layer_idx, depth, entry_ids=ids, rerank="signatures")
+    )
     first = layer.seen - queries.shape[1]
     return [
         _chosen(layer, number, first + stop, each, next(found)) if len(each) else []
