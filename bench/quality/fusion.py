@@ -22,12 +22,13 @@ from . import smollm2
 from .documents import TOKENS
 from .evaluate import Evaluation, Options, held, prompt_ids
 from .facts import CHOOSE, Fact
-from .rankings import ExactLate, Late, Layers, Ranking, Scores, WholeQuery, decisive
+from .rankings import ExactLate, Late, Layers, Ranking, Scores, WholeQuery, decisive, reranked
 from .report import interval, write_csv
 from .stages import OUT, RESULTS, centres
 
 CHUNK, SINK = 64, 4
 TOKEN = Late("each layer by itself", 256)
+AGAIN = reranked("each layer by itself, best 40 re-ranked by signatures", 256)
 TAKEN = "reciprocal ranks, layers so far"  # what the client does
 
 
@@ -60,6 +61,7 @@ def variants() -> list[Variant]:
         Variant("each layer by itself", TOKEN),
         Variant("each layer by itself, 320 tokens", TOKEN, 320),
         Variant("each layer by itself, 1,280 tokens", TOKEN, 1280),
+        Variant(AGAIN.name, AGAIN),
         Variant(TAKEN, ranks),
         Variant("the same, 320 tokens", ranks, 320),
         Variant("the same, 1,280 tokens", ranks, 1280),
@@ -81,6 +83,8 @@ def variants() -> list[Variant]:
         Variant("the same, 384 bits", Layers("", Late("", 384))),
         Variant("the same, 512 bits", Layers("", Late("", 512))),
         Variant("the same, query not made signs", Layers("", WholeQuery("", 256))),
+        Variant("the same, best 40 re-ranked by signatures", Layers("", AGAIN)),
+        Variant("the same, 512 bits, re-ranked", Layers("", reranked("", 512))),
         Variant("the same, exact keys", Layers("", ExactLate(""))),
         Variant("the same, exact cosine", Layers("", ExactLate("", cosine=True))),
         Variant("reciprocal ranks, all layers, two passes", ranks, passes=2),
@@ -108,8 +112,8 @@ def chosen(variant: Variant, own: Scores, scores: Scores) -> list[int]:
 class Asked:
     """One question, and what each variant makes of it."""
 
-    def __init__(self, evaluation: Evaluation, at: int, fact: Fact) -> None:
-        self.evaluation, self.at = evaluation, at
+    def __init__(self, evaluation: Evaluation, at: int, fact: Fact, every: list[Variant]) -> None:
+        self.evaluation, self.at, self.every = evaluation, at, every
         self.prompt, self.answer = prompt_ids(fact, evaluation.tokenizer)
 
     def memory(
@@ -139,13 +143,14 @@ class Asked:
 
     def records(self, number: int) -> Iterator[dict[str, Any]]:
         """Loss of the answer and share of layers that found the fact, for each variant."""
-        model, every = self.evaluation.model, variants()
+        model, every = self.evaluation.model, self.every
         first, last = self.evaluation.documents[self.at].answers[number]
         needle = set(range(first // CHUNK, (last - 1) // CHUNK + 1))
         twice = [variant for variant in every if variant.passes == 2]
         logs: list[list[tuple[Scores, list[int]]]] = [[] for _ in twice]
         before = [self.memory(one, None, log) for one, log in zip(twice, logs, strict=True)]
-        smollm2.continue_with(model, self.prompt, TOKENS, before)
+        if before:
+            smollm2.continue_with(model, self.prompt, TOKENS, before)
         summed = {one.name: log[-1][0] for one, log in zip(twice, logs, strict=True)}
         logs = [[] for _ in every]
         memories = [
@@ -177,7 +182,8 @@ def table(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
         by_name.setdefault(record["variant"], []).append(record)
     losses = {name: np.array([one["loss"] for one in each]) for name, each in by_name.items()}
     rows = []
-    for name, each in by_name.items():
+    for name in ("full attention", *(variant.name for variant in variants())):
+        each = by_name[name]
         row: dict[str, Any] = {"variant": name, "questions": len(each)}
         row["loss"] = float(losses[name].mean())
         for other, short in (("full attention", "full"), (TOKEN.name, "alone"), (TAKEN, "taken")):
@@ -192,22 +198,28 @@ def table(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.quality.fusion", description=__doc__)
+    parser.add_argument("--only", action="append", default=[], help="join it to those measured")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
     torch.set_num_threads(1)
     model, tokenizer = smollm2.load()
     _, _, query_means = centres(args.results)
-    bases = list(dict.fromkeys(base(variant.ranking) for variant in variants()))
+    every = [variant for variant in variants() if not args.only or variant.name in args.only]
+    if len(every) < len(args.only):
+        raise SystemExit(f"--only: there are {[variant.name for variant in variants()]}")
+    kept = args.results / "fusion-choose.json"
+    records = json.loads(kept.read_text(encoding="utf-8")) if args.only else []
+    names = {record["variant"] for record in records}
+    bases = list(dict.fromkeys(base(variant.ranking) for variant in every))
     evaluation = Evaluation(
         model, tokenizer, CHOOSE, query_means, args.results / "captures", Options(rankings=bases)
     )
-    records = []
     for at, document in enumerate(evaluation.documents):
         for number, fact in enumerate(document.facts):
-            records += list(Asked(evaluation, at, fact).records(number))
+            asked = Asked(evaluation, at, fact, every).records(number)
+            records += [record for record in asked if record["variant"] not in names]
             print(document.name, number, flush=True)
-    kept = args.results / "fusion-choose.json"
     kept.write_text(json.dumps(records), encoding="utf-8")
     write_csv(args.out / "fusion-choose.csv", table(records))
 

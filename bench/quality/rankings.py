@@ -1,7 +1,7 @@
 """The rankings that are compared: each orders the chunks of one layer by a query.
 
 Signatures come from ``hybridmem.hdc``; the search is numpy, so that a ranking can be tried before
-the package has it. ``answers.py`` has the store itself beside them.
+the package has it.
 """
 
 from __future__ import annotations
@@ -186,11 +186,15 @@ def projected(rows: Floats, bits: int) -> Floats:
 class WholeQuery:
     """The signatures of `Late`, compared with the query as it is before its signs are taken.
 
-    To see what the query's rounding costs: it takes no more bytes, but a scan that multiplies.
+    Attributes
+    ----------
+    levels : int
+        What the query is rounded to: integers up to this, by its largest number; 0 for not at all.
     """
 
     name: str
     bits: int
+    levels: int = 0
 
     def entry_bytes(self, chunk: int) -> int:
         return chunk * self.bits // 8
@@ -201,18 +205,23 @@ class WholeQuery:
 
     def score(self, index: NDArray[np.uint8], query: Query) -> NDArray[np.float64]:
         rows = projected(query.unrotated - query.mean, self.bits)
-        rows /= np.linalg.norm(rows, axis=1, keepdims=True)
+        if self.levels:
+            rows = np.rint(rows * (self.levels / np.abs(rows).max(axis=1, keepdims=True)))
         signs = np.unpackbits(index, axis=1, bitorder="little").astype(np.float32) * 2 - 1
-        return best(rows @ signs.T, query.chunk, np.maximum)
+        norms = np.linalg.norm(rows.astype(np.float64), axis=1, keepdims=True)
+        return best(rows @ signs.T / norms, query.chunk, np.maximum)
 
 
 @dataclass(frozen=True)
 class Staged:
-    """``first`` keeps the best ``keep`` chunks, ``second`` orders those."""
+    """``first`` keeps the best ``keep`` chunks, of all documents together; ``second`` orders those.
+
+    ``score`` gives both, side by side; `decisive` makes of them what decides.
+    """
 
     name: str
-    first: Late
-    second: Late
+    first: Ranking
+    second: Ranking
     keep: int = 40
 
     def entry_bytes(self, chunk: int) -> int:
@@ -221,11 +230,15 @@ class Staged:
     def index(self, keys: Keys) -> tuple[Any, Any]:
         return self.first.index(keys), self.second.index(keys)
 
-    def score(self, index: Any, query: Query) -> NDArray[np.float64]:
-        scores = self.second.score(index[1], query)
+    def score(self, index: Any, query: Query) -> Scores:
+        both = self.first.score(index[0], query), self.second.score(index[1], query)
+        return np.stack(both, axis=1)
+
+    def settled(self, scores: Scores) -> Scores:
+        """Scores of the entries that are kept, -inf of the others."""
         out = np.full(len(scores), -np.inf)
-        kept = np.argsort(-self.first.score(index[0], query), kind="stable")[: self.keep]
-        out[kept] = scores[kept]
+        kept = np.argsort(-scores[:, 0], kind="stable")[: self.keep]
+        out[kept] = scores[kept, 1]
         return out
 
 
@@ -267,7 +280,7 @@ class Layers:
         """Scores of the last of ``layers``, the first ones of the model up to it."""
         total = np.zeros(len(layers[-1]))
         for scores in layers:
-            total = total * self.decay + self._counted(scores)
+            total = total * self.decay + self._counted(settled(self.of, scores))
         return total
 
     def _counted(self, scores: Scores) -> Scores:
@@ -282,10 +295,22 @@ class Layers:
         return out
 
 
+def settled(ranking: Ranking, scores: Scores) -> Scores:
+    """What the ranking of one layer orders entries by."""
+    return ranking.settled(scores) if isinstance(ranking, Staged) else scores
+
+
 def decisive(ranking: Ranking, layers: list[Scores]) -> Scores:
     """What ``ranking`` orders the entries of a layer by: the last of ``layers``, whose scores
     stand in the order of the model."""
-    return ranking.together(layers) if isinstance(ranking, Layers) else layers[-1]
+    if isinstance(ranking, Layers):
+        return ranking.together(layers)
+    return settled(ranking, layers[-1])
+
+
+def reranked(name: str, bits: int) -> Staged:
+    """What the store does for ``rerank="signatures"``."""
+    return Staged(name, Late("", bits), WholeQuery("", bits, levels=15))
 
 
 @dataclass(frozen=True)
@@ -354,6 +379,10 @@ def all_rankings() -> list[Ranking]:
         Layers("16 tokens x 256, layers fused", Late("", 256, tokens=16)),
         ExactLate("late interaction, exact keys"),
         ExactLate("late interaction, exact cosine", cosine=True),
+        reranked("tokens x 256, re-ranked", 256),
+        Layers("tokens x 256, re-ranked, layers fused", reranked("", 256)),
+        reranked("tokens x 512, re-ranked", 512),
+        Layers("tokens x 512, re-ranked, layers fused", reranked("", 512)),
         WholeQuery("tokens x 256, whole query", 256),
         Layers("tokens x 256, whole query, layers fused", WholeQuery("", 256)),
         Layers("exact keys, layers fused", ExactLate("")),

@@ -94,15 +94,24 @@ def by_layer(records: Records, top: int) -> list[dict[str, Any]]:
 
 def pairs() -> list[tuple[str, str]]:
     """Rankings whose difference is reported, the second to be taken off the first."""
-    alone, fused = ("tokens x 256", "tokens x 512", "tokens x 256, whole query"), ", layers fused"
+    alone, fused = ("tokens x 256", "tokens x 512", "tokens x 256, re-ranked"), ", layers fused"
+    whole = "tokens x 256, whole query"
     exact = ("late interaction, exact keys", "late interaction, exact cosine")
     together = ("exact keys, layers fused", "exact cosine, layers fused")
+    again = ", re-ranked"
     return [
-        *((name, other) for name in alone for other in exact),
-        *((name + fused, other) for name in alone for other in together),
+        *((name, other) for name in (*alone, whole) for other in exact),
+        *(
+            (name + fused, other)
+            for name in (*alone, alone[1] + again, whole)
+            for other in together
+        ),
         (alone[1], alone[0]),
         (alone[1] + fused, alone[0] + fused),
-        *((name + fused, name) for name in alone),
+        (alone[2], alone[0]),
+        (alone[2] + fused, alone[0] + fused),
+        (alone[2] + fused, whole + fused),
+        *((name + fused, name) for name in (*alone, whole)),
     ]
 
 
