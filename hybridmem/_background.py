@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future, ThreadPoolExecutor
 
 __all__ = ["Background"]
 
@@ -36,6 +39,8 @@ class Background:
             if waiting is not None and not (waiting.running() or waiting.done()):
                 return
             if self._pool is None:
+                from concurrent.futures import ThreadPoolExecutor  # with logging: 4 ms of an import
+
                 self._pool = ThreadPoolExecutor(1, "hybridmem-flush")
             self._waiting = self._pool.submit(self._run, task)
 

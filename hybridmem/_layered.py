@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -236,6 +235,8 @@ class Layered(Memory):
         if self.mode == "r+":
             return self.stores[-1].store_id
         ids = sorted(store.store_id for store in self.stores)
+        import hashlib  # 4 ms of an import
+
         return hashlib.sha256("".join(ids).encode()).hexdigest()[:32]
 
     @property
