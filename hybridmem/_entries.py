@@ -246,8 +246,8 @@ class EntryTable:
         return self._by_layer
 
     def signatures(self, rows: Rows) -> Iterator[tuple[Rows, Bytes]]:
-        """Yield signatures of ascending rows in pieces of a few MB: rows, uint8 [n, hdc_dim/8]."""
-        step = max(1, (4 << 20) // self.dtype["signature"].itemsize)
+        """Yield signatures of ascending rows in pieces of a MB: rows, uint8 [n, hdc_dim/8]."""
+        step = max(1, (1 << 20) // self.dtype["signature"].itemsize)
         in_file = int(np.searchsorted(rows, self._first_new))
         for start in range(0, in_file, step):
             part = rows[start : min(start + step, in_file)]

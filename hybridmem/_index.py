@@ -119,7 +119,8 @@ class LayerIndex:
 
     def _next_capacity(self) -> int:
         held = sum(block.capacity for block in self._blocks) * self._layout.entry_bytes
-        wanted = max(held, HUGE_PAGE) if held else FIRST_BLOCK_BYTES
+        whole = max(held // HUGE_PAGE, 1) * HUGE_PAGE  # what is touched of a page is there whole
+        wanted = whole if held else FIRST_BLOCK_BYTES
         return self._layout.capacity(min(wanted, BLOCK_BYTES))
 
     def _fill(self, block: Block, ids: U64, used: U32, records: U8) -> None:
