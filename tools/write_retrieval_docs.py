@@ -116,6 +116,21 @@ def fusion() -> str:
     )  # fmt: skip
 
 
+def rounding() -> str:
+    """How finely a query is rounded, and of how many candidates: the set to choose with."""
+    columns = ("own", "pooled", "own_fused", "pooled_fused")
+    return table(
+        (
+            "query", "facts, own document", "facts, four documents", "own, layers fused",
+            "four, layers fused",
+        ),
+        (
+            (row["query"], *(between(row, c, f"{c}_low", f"{c}_high") for c in columns))
+            for row in read("rounding-choose")
+        ),
+    )  # fmt: skip
+
+
 def gemma() -> str:
     """Facts that each ranking finds in another model."""
     return table(
@@ -274,6 +289,7 @@ def renewed(page: str) -> str:
         "rankings": rankings,
         "differences": differences,
         "fusion-choose": fusion,
+        "rounding-choose": rounding,
         "gemma": gemma,
         "sizes-choose": sizes,
         "stages": stages,

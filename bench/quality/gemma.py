@@ -23,7 +23,18 @@ from .documents import QUERY_STRIDE, TOKENS, Document, build
 from .evaluate import CALIBRATION, prompt_ids
 from .facts import REPORT
 from .questions import QUERY_TOKENS
-from .rankings import ExactLate, Keys, Late, Layers, Pooled, Query, Ranking, Scores, decisive
+from .rankings import (
+    ExactLate,
+    Keys,
+    Late,
+    Layers,
+    Pooled,
+    Query,
+    Ranking,
+    Scores,
+    decisive,
+    reranked,
+)
 from .report import interval, write_csv
 from .stages import OUT, RESULTS
 
@@ -37,7 +48,10 @@ RANKINGS: list[Ranking] = [
     Late("tokens x 128", 128),
     TOKEN,
     Late("tokens x 512", 512),
+    reranked("tokens x 256, re-ranked", 256),
+    reranked("tokens x 512, re-ranked", 512),
     Layers("tokens x 256, layers fused", TOKEN),
+    Layers("tokens x 256, re-ranked, layers fused", reranked("", 256)),
     Late("tokens x 256, query not centred", 256, centre_query=False),
     Late("tokens x 256, nothing centred", 256, centre_keys=False, centre_query=False),
     ExactLate("late interaction, exact keys"),
