@@ -12,11 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from model import Model
 from numpy.typing import NDArray
 
 import hybridmem
 
 Floats = NDArray[np.float32]
+#: One signature an entry, and one a token.
+FORMS: list[dict[str, Any]] = [{}, {"signature_tokens": 1, "signature_bits": 128}]
 SHARD = re.compile(r"shard_(\d{4,})\.safetensors")
 IMPORT_ROOT = str(Path(hybridmem.__file__).resolve().parents[1])
 
@@ -45,6 +48,17 @@ def fill(
         store.put(*pair(rng, n, width), layer_idx=layer_idx, importance=importance)
         for _ in range(count)
     ]
+
+
+def model_for(store: Any) -> Model:
+    """An oracle of the same signatures."""
+    config = store.config
+    return Model(
+        24,
+        config.hdc_dim,
+        signature_tokens=config.signature_tokens,
+        signature_bits=config.signature_bits,
+    )
 
 
 def contents(store: Any) -> dict[int, tuple[int, bytes, bytes]]:
