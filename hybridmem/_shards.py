@@ -197,7 +197,7 @@ class _Open:
         Entries whose parts were all verified, as views of the map: what is found again and again
         costs a look here.
     decoded : dict of int to Decoded
-        The same, decoded, where that are views of the map too.
+        Instead, where they were asked for decoded, and that are views of the map too.
     """
 
     __slots__ = ("data", "decoded", "fd", "seen")
@@ -321,6 +321,7 @@ class ShardPool:
                 data, rows = opened.data, (known.keys, known.values)
                 if data is not None and all(np.may_share_memory(one, data) for one in rows):
                     opened.decoded[entry_id] = known
+                    opened.seen.pop(entry_id, None)
             return known
 
     def prefetch(
@@ -333,7 +334,8 @@ class ShardPool:
         with self._lock:
             numbers: set[int] = set()
             for number, entry_id in entries:
-                if (known := self._open.get(number)) is not None and entry_id in known.seen:
+                known = self._open.get(number)
+                if known is not None and (entry_id in known.decoded or entry_id in known.seen):
                     numbers.add(number)
                     continue
                 if len(numbers | {number}) > self.max_open:

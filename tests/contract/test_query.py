@@ -436,3 +436,24 @@ def test_threads_are_counted(wrong: Any, kind: Any, store: Any, rng: np.random.G
     fill(store, rng, 3, n=1)
     with pytest.raises(kind, match="threads: got"):
         store.query(pair(rng, 1)[0], 0, threads=wrong)
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "float16"])
+def test_each_hit_has_arrays_of_its_own(
+    kv_dtype: str, new_store: Callable[..., Any], rng: np.random.Generator
+) -> None:
+    """Found again, an entry has the same values in another array, as an array's shape can be set."""
+    store = new_store(kv_dtype=kv_dtype)
+    keys, values = (rows.astype(np.float16).astype(np.float32) for rows in pair(rng, 3))
+    store.put(keys, values, 0)
+    store.flush()
+    found = [store.query(keys, 0)[0] for _ in range(3)]
+    for hit in found:
+        assert np.array_equal(hit.keys, keys)
+        assert np.array_equal(hit.values, values)
+        assert not hit.keys.flags.writeable
+        assert not hit.values.flags.writeable
+    arrays = [array for hit in found for array in (hit.keys, hit.values)]
+    assert len({id(array) for array in arrays}) == len(arrays)
+    # Those of float32 are the mapped file itself, however often they are found.
+    assert np.shares_memory(found[0].keys, found[2].keys) == (kv_dtype == "float32")
