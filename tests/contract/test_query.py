@@ -442,7 +442,7 @@ def test_threads_are_counted(wrong: Any, kind: Any, store: Any, rng: np.random.G
 def test_each_hit_has_arrays_of_its_own(
     kv_dtype: str, new_store: Callable[..., Any], rng: np.random.Generator
 ) -> None:
-    """Found again, an entry has the same values in another array, as an array's shape can be set."""
+    """Found again, an entry has the same values in other arrays, whose shape one may set."""
     store = new_store(kv_dtype=kv_dtype)
     keys, values = (rows.astype(np.float16).astype(np.float32) for rows in pair(rng, 3))
     store.put(keys, values, 0)
