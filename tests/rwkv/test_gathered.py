@@ -90,7 +90,7 @@ def test_a_search_writes_into_the_rows_at_hand(
         kept = memory._tier.gathered
         assert kept._bytes == sum(rows.nbytes for _, rows in kept._rows.values())
     layers = len(state["attn"])
-    assert len(made) == layers * 32 // 8  # where a chunk has left
+    assert not made  # nor where a chunk has left
     assert len(shown) >= layers * 32 // 4
 
 

@@ -33,12 +33,10 @@ class GatheredRows:
     Attributes
     ----------
     left : int
-        Tokens until the next search.
+        Tokens until the next search; 0 where that comes first.
     nbytes : int
         Bytes of all rows, with room for those to come.
     """
-
-    left: int
 
     def __init__(
         self,
@@ -51,35 +49,44 @@ class GatheredRows:
     ) -> None:
         keys, values = cache
         self._cache = keys
-        self._key: Key | None = None
-        self._waiting = len(held.waiting)
-        self._room = max(chunk, self._waiting + 1)
+        self._kept_queries = kept_queries
+        self._room = max(chunk, len(held.waiting) + 1)
         width = keys.shape[-1]
         n = found_rows + keys.shape[1] + self._room
         with torch.inference_mode(False):  # tensors that may be written to in any mode
             by_column, by_row = _memory(2 * n * width, keys.device).view(2, heads, -1)
             self._keys = by_column.view(heads, width // heads, n)
             self._values = by_row.view(heads, n, width // heads)
-            own = keys.new_empty((3, len(held.queries) + self._room, width))
             self._nothing = by_row.new_zeros(1)
-            self._appended = iter(_prefixes(own, held, self._room, kept_queries))
         # Rows are written into these. On a CPU they are arrays, for loops of our own: copies of
         # tensors row by row cost several times as much.
         self._columns: Any = self._keys.view(width, n)
         self._by_head: Any = self._values
-        self._own: Any = own
         if in_arrays(keys.device):
             self._columns, self._by_head = self._columns.numpy(), self._by_head.numpy()
-            if keys.dtype == torch.float32:
-                self._own = own.numpy()
-        self.nbytes = self._keys.nbytes + self._values.nbytes + own.nbytes
         self._scale = self._keys.shape[1] ** -0.5
-        self._found_rows = self._first = found_rows
-        self._queries = len(held.queries) - self._waiting
+        self._found_rows = found_rows
         self._write(found_rows, keys[0], values[0])
-        self._count = found_rows + keys.shape[1]
+        self.wait(held)
+
+    def wait(self, held: Conversation) -> None:
+        """Let the rows that wait be those of a conversation; nothing is found for it yet."""
+        self.left = 0
+        self._key: Key | None = None
+        self._first = self._found_rows
+        self._waiting = len(held.waiting)
+        self._queries = len(held.queries) - self._waiting
+        self._count = self._found_rows + self._cache.shape[1]
         self._write(self._count, held.waiting.keys, held.waiting.values)
         self._count += self._waiting
+        size = 3, len(held.queries) + self._room, self._cache.shape[-1]
+        with torch.inference_mode(False):
+            own = self._cache.new_empty(size)
+            self._appended = iter(_prefixes(own, held, self._room, self._kept_queries))
+        self._own: Any = own
+        if own.dtype == torch.float32 and in_arrays(own.device):
+            self._own = own.numpy()
+        self.nbytes = self._keys.nbytes + self._values.nbytes + own.nbytes
 
     def show(self, found: Found, entries: list[tuple[Any, Any]]) -> None:
         """Put what a search found in the place of what the one before had found."""

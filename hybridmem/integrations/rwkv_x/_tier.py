@@ -244,10 +244,11 @@ class Tier:
         plain = layer_state[STATE_KEY] | appended  # a new one: the one before may be a branch's
         plain["seen"] += 1
         layer_state[STATE_KEY] = plain
-        if len(plain["keys"]) < self._chunk:
-            self.gathered.keep(layer, plain, rows)
-        else:
-            self.end(layer_state, self.settle(layer, Conversation.from_plain(plain)))
+        if len(plain["keys"]) >= self._chunk:
+            held = self.settle(layer, Conversation.from_plain(plain))
+            self.end(layer_state, held)
+            rows.wait(held)
+        self.gathered.keep(layer, layer_state[STATE_KEY], rows)
 
     # -- rows put away ----------------------------------------------------------------------------
 
