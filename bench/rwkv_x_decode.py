@@ -1,7 +1,8 @@
 """Cost of the memory while an RWKV-X model decodes.
 
 Bare and attached decode take turns, token by token, on two instances of one checkpoint, so that
-whatever else the machine does hits both. Without --checkpoint random weights of the shapes of the
+whatever else the machine does hits both; who is first changes, as the second one finds the weights
+in the caches. Without --checkpoint random weights of the shapes of the
 0.2B model are written first: the cost does not depend on their values. The store is filled with
 random entries that the conversation may see.
 
@@ -112,13 +113,16 @@ def measure(
 ) -> list[tuple[float, float]]:
     """Milliseconds of each token, bare and attached."""
     clock = time.process_time if options.cpu_time else time.perf_counter
+    turns = [(bare, bare_state), (attached, state)]
     pairs = []
-    for token in torch.randint(0, 65_536, (options.tokens + 20,)).tolist():
-        start = clock()
-        bare.forward([token], bare_state)
-        middle = clock()
-        attached.forward([token], state)
-        pairs.append((1e3 * (middle - start), 1e3 * (clock() - middle)))
+    for at, token in enumerate(torch.randint(0, 65_536, (options.tokens + 20,)).tolist()):
+        took = [0.0, 0.0]
+        for which in (at % 2, 1 - at % 2):
+            model, its_state = turns[which]
+            start = clock()
+            model.forward([token], its_state)
+            took[which] = 1e3 * (clock() - start)
+        pairs.append((took[0], took[1]))
     return pairs[20:]
 
 
