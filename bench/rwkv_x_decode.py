@@ -64,7 +64,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=256, help="tokens of the prefill before")
     parser.add_argument("--top-k", type=int, default=8)
     parser.add_argument("--chunk-tokens", type=int, default=64)
-    parser.add_argument("--search-every", type=int, default=8)
+    parser.add_argument("--search-every", type=int, default=16)
     parser.add_argument("--threads", type=int, default=0, help="of torch; 0: its own choice")
     parser.add_argument(
         "--warm", action="store_true", help="look at every entry first, as a long run would have"

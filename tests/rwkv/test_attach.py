@@ -152,6 +152,7 @@ def test_second_attach_is_refused(checkpoint: Path, tmp_path: Path) -> None:
         ("top_k", True),
         ("chunk_tokens", 0),
         ("search_every", 0),
+        ("search_at_end", 1),
         ("query_tokens", 1.5),
         ("recall", "some"),
         ("importance", "mine"),

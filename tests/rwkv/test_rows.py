@@ -273,10 +273,44 @@ def test_results_do_not_depend_on_the_pieces(checkpoint: Path, tmp_path: Path, t
         run(model, text(200), [100, 100])
         assert len(memory.store) > 10
     options = {"chunk_tokens": 1000, "top_k": top_k, "recall": "all", "query_tokens": 4}
-    with rwkv_x.attach(model, tmp_path / "a", **options) as memory:
+    with rwkv_x.attach(model, tmp_path / "a", **options, search_at_end=False):
         results = [run(model, tokens, pieces)[0] for pieces in cuts]
     for logits in results[1:]:
         assert largest(logits - results[0]) < TOLERANCE
+
+
+def test_the_end_of_a_piece_searches(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An answer begins with what the whole question finds, wherever the grid of searches is."""
+    model = load(checkpoint, 8)
+    asked: list[list[Any]] = []
+    query_many = hybridmem.Store.query_many
+
+    def noting(store: Any, queries: Any, *args: Any, **options: Any) -> Any:
+        asked.append([np.asarray(one) for one in queries])
+        return query_many(store, queries, *args, **options)
+
+    options = {"chunk_tokens": 8, "top_k": 2, "query_tokens": 4, "search_every": 64}
+    found = {}
+    for at_end in (True, False):
+        path = tmp_path / str(at_end)
+        with rwkv_x.attach(model, path, **options, search_at_end=at_end):
+            _, state = run(model, text(70), [70])
+            _, state = run(model, text(1), [1], state)  # what has left the cache is searched for
+            asked.clear()
+            with monkeypatch.context() as patch:
+                patch.setattr(hybridmem.Store, "query_many", noting)
+                _, state = run(model, text(20, seed=4), [20], state)
+            found[at_end] = [layer["hybridmem"]["hits"].tolist() for layer in state["attn"]]
+            if at_end:
+                last = [queries[-1] for queries in asked]
+                kept = [layer["hybridmem"]["queries"].numpy() for layer in state["attn"]]
+                for query, queries in zip(last, kept, strict=True):
+                    np.testing.assert_array_equal(query[-3:], queries)
+            else:
+                assert not asked  # the grid has no point there
+    assert found[True] != found[False]
 
 
 def test_a_limit_of_the_store_costs_memories_and_nothing_else(

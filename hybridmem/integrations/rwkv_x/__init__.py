@@ -26,7 +26,8 @@ def attach(
     *,
     top_k: int = 8,
     chunk_tokens: int = 64,
-    search_every: int = 8,
+    search_every: int = 16,
+    search_at_end: bool = True,
     query_tokens: int = 8,
     recall: str = "own",
     importance: str = "upstream",
@@ -50,6 +51,9 @@ def attach(
         Tokens of an entry. Rows that do not fill one yet are held in the state and attended to.
     search_every : int
         Tokens between two searches of a layer; the layers take turns. 1 searches at every token.
+    search_at_end : bool
+        Whether the last token of a piece of several tokens searches too, since an answer may begin
+        there. Without, what a row attends to does not depend on how a text is cut into pieces.
     query_tokens : int
         A search asks with the queries of the last so many tokens.
     recall : {"own", "all"}
@@ -93,6 +97,7 @@ def attach(
         top_k=top_k,
         chunk_tokens=chunk_tokens,
         search_every=search_every,
+        search_at_end=search_at_end,
         query_tokens=query_tokens,
         recall=recall,
         importance=importance,

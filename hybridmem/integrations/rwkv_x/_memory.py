@@ -49,6 +49,7 @@ class RwkvMemory:
         top_k: int,
         chunk_tokens: int,
         search_every: int,
+        search_at_end: bool,
         query_tokens: int,
         recall: str,
         importance: str,
@@ -65,6 +66,8 @@ class RwkvMemory:
             ("centre_tokens", centre_tokens, 0),
         ):
             _check_count(name, value, least)
+        if not isinstance(search_at_end, bool):
+            raise ValueError(f"search_at_end must be True or False, got {search_at_end!r}")
         if recall not in ("own", "all"):
             raise ValueError(f'recall must be "own" or "all", got {recall!r}')
         if importance not in ("upstream", "corrected"):
@@ -92,6 +95,7 @@ class RwkvMemory:
                 top_k=top_k,
                 chunk_tokens=chunk_tokens,
                 search_every=search_every,
+                search_at_end=search_at_end,
                 query_tokens=query_tokens,
                 see_all=recall == "all",
                 centre_tokens=centre_tokens,

@@ -1,7 +1,8 @@
 """The third tier as one attention layer uses it: search, rows found, rows put away.
 
 Searches happen on a fixed grid of token positions and use the queries of the last tokens only, so
-what a row attends to depends on the text before it and not on how the text was cut into pieces.
+what a row attends to depends on the text before it and not on how the text was cut into pieces, but
+for one: the last token of a piece, where an answer may begin, searches wherever it is.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class Tier:
         top_k: int,
         chunk_tokens: int,
         search_every: int,
+        search_at_end: bool,
         query_tokens: int,
         see_all: bool,
         centre_tokens: int,
@@ -60,6 +62,7 @@ class Tier:
         self.see_all = see_all
         self._chunk = chunk_tokens
         self._every = search_every
+        self._at_end = search_at_end
         self._query_tokens = query_tokens
         # Layers take turns, so that no token pays for the searches of all of them.
         self._offsets = [layer * search_every // layers for layer in range(layers)]
@@ -174,14 +177,19 @@ class Tier:
         self.store.query(query, 0, self.top_k, entry_ids=[], **self._options)
 
     def _points(self, layer: int, held: Conversation, m: int) -> list[int]:
-        """Which of the next m tokens search."""
+        """Which tokens of the next piece of m search."""
         if not self.see_all and not len(held.entries):
             return []
-        first = (self._offsets[layer] - held.seen) % self._every
-        points = list(range(first, m, self._every))
-        if held.searched != len(held.entries) and first > 0:
+        points = list(range(self._next_point(layer, held.seen), m, self._every))
+        if self._at_end and m > 1 and points[-1:] != [m - 1]:
+            points.append(m - 1)
+        if held.searched != len(held.entries) and points[:1] != [0]:
             points.insert(0, 0)  # a chunk has left since the last search: nothing may fall between
         return points
+
+    def _next_point(self, layer: int, seen: int) -> int:
+        """Tokens that pass until a layer comes to a point of the grid."""
+        return (self._offsets[layer] - seen) % self._every
 
     def _search(
         self, layer: int, held: Conversation, wanted: Sequence[Tensor], cache: Tensor
@@ -229,8 +237,7 @@ class Tier:
         held = held.replace(hits=moved.hits, searched=moved.searched, mark=moved.mark)
         self.end(layer_state, held)
         rows = self.gathered.show(rows, found, cache, held, heads)
-        points = self._points(layer, moved, self._every)
-        rows.left = 1 + (points[0] if points else self._every)
+        rows.left = 1 + self._next_point(layer, moved.seen)
         return rows
 
     def go_on(
