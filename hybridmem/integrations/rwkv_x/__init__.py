@@ -67,6 +67,7 @@ def attach(
         signatures are centred by them from then on (`Store.calibrate`). 0 never does.
     query_options : mapping, optional
         Options of `Store.query` for every search, such as `{"rerank": "late", "n_heads": 12}`.
+        `rerank` is "signatures" where it is not given.
     force : bool
         Take a store of other weights all the same.
     **config

@@ -68,7 +68,7 @@ class Tier:
         self._offsets = [layer * search_every // layers for layer in range(layers)]
         self.rows = FoundRows(store, _AT_HAND_BYTES)
         self.gathered = Gathered(self.rows, _AT_HAND_BYTES, chunk_tokens, query_tokens - 1)
-        self._options = dict(query_options)
+        self._options = {"rerank": "signatures"} | dict(query_options)
         self.centring = Centring(store, layers, centre_tokens)
         self._store_id = store.store_id
         self._checked: set[tuple[int, int]] = {(0, 0)}
