@@ -182,7 +182,10 @@ class Finder(Reader, Memory):
             wrong = self._codec.mismatch(tensors, n_tokens, self.config.embed_dim)
             if wrong is not None:
                 raise self._misfit(row, wrong)
-            found.append(tensors)
+            # Arrays of its own, as an array's shape can be set.
+            found.append(
+                [Tensor(part.suffix, part.dtype, part.shape, part.data.view()) for part in tensors]
+            )
         return found
 
 

@@ -126,7 +126,7 @@ class Reader:
         """
         with self._lock:
             self._check_open()
-            rows = [self._table.find(one) for one in entry_ids]
+            rows = [self._table.find(_arrays.entry_id(one)) for one in entry_ids]
             stamps = self._table.columns["timestamp"]
             return [0 if row is None else stamps.item(row) for row in rows]
 

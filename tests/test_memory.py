@@ -145,3 +145,13 @@ def test_timestamps(store: hybridmem.Store) -> None:
     wanted = [store.get(one).timestamp for one in (4, 1)]
     assert store.timestamps([4, 2, 1, 99, 0, 1 << 70]) == [wanted[0], 0, wanted[1], 0, 0, 0]
     assert store.timestamps([]) == []
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint64])
+def test_timestamps_of_ids_in_an_array(dtype: Any, store: hybridmem.Store) -> None:
+    """Also of one below the first that is left, from which unsigned numbers count below zero."""
+    store.delete(1)
+    store.compact()
+    wanted = [store.get(one).timestamp for one in (2, 4)]
+    with np.errstate(over="raise"):
+        assert store.timestamps(np.array([1, 2, 4, 99], dtype)) == [0, *wanted, 0]

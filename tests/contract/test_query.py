@@ -457,3 +457,22 @@ def test_each_hit_has_arrays_of_its_own(
     assert len({id(array) for array in arrays}) == len(arrays)
     # Those of float32 are the mapped file itself, however often they are found.
     assert np.shares_memory(found[0].keys, found[2].keys) == (kv_dtype == "float32")
+
+
+@pytest.mark.parametrize("form", [{}, {"kv_dtype": "float16"}, {"quantize_stored": True}])
+@pytest.mark.parametrize("flushed", [False, True])
+def test_each_answer_has_tensors_of_its_own(
+    flushed: bool, form: dict[str, Any], new_store: Callable[..., Any], rng: np.random.Generator
+) -> None:
+    """Loops over tensors rely on their shapes, which those who were given them can set."""
+    store = new_store(**form)
+    keys = pair(rng, 3)[0]
+    store.put(keys, keys, 0)
+    if flushed:
+        store.flush()
+    output, _ = hybridmem.attend(keys, store, 0)
+    for tensor in store.query_stored(keys, 0)[0]:
+        tensor.data.shape = (-1,)
+    for tensor in store.query_stored(keys, 0)[0]:
+        assert tensor.data.shape == tensor.shape
+    assert np.array_equal(hybridmem.attend(keys, store, 0)[0], output)
