@@ -219,6 +219,33 @@ def test_options_of_queries(checkpoint: Path, tmp_path: Path, rerank: str) -> No
     hybridmem.open(tmp_path / "mem").close()
 
 
+def test_searches_are_decided_by_signatures_and_the_whole_query(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another answer than that of the query's signs, of the same candidates."""
+    others: list[bool] = []
+    query_many = hybridmem.Store.query_many
+
+    def spy(store: Any, queries: Any, layer_idx: int, top_k: int, **options: Any) -> Any:
+        found = query_many(store, queries, layer_idx, top_k, **options)
+        assert options.pop("rerank") == "signatures"
+        signs = query_many(store, queries, layer_idx, 4 * top_k, **options)
+        for mine, plain in zip(found, signs, strict=True):
+            ids, candidates = ([hit.entry_id for hit in hits] for hits in (mine, plain))
+            assert set(ids) <= set(candidates)
+            others.append(ids != candidates[:top_k])
+        return found
+
+    model = load(checkpoint, 8)
+    with (
+        monkeypatch.context() as patch,
+        rwkv_x.attach(model, tmp_path / "mem", chunk_tokens=8, top_k=2, search_every=4),
+    ):
+        patch.setattr(hybridmem.Store, "query_many", spy)
+        run(model, text(160), [100] + [1] * 60)
+    assert any(others)
+
+
 def test_layers_are_centred_by_their_first_tokens(checkpoint: Path, tmp_path: Path) -> None:
     tokens = text(120)
     model = load(checkpoint, EVERYTHING)
