@@ -33,7 +33,7 @@ from hybridmem.results import Entry, Hit
 
 __all__ = ["HybridCache"]
 
-#: Bits of a token's signature: what found planted facts as well as exact keys did.
+#: Bits of a token's signature: what found planted facts, re-ranked, as well as exact keys did.
 SIGNATURE_BITS = 256
 _KV_DTYPES = {
     torch.float32: "float32",
