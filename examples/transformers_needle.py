@@ -222,6 +222,8 @@ def main() -> None:
         with torch.inference_mode():
             (first_process if options.process == "first" else second_process)(options)
         return
+    if options.dir is not None:
+        options.dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() if options.dir is None else nullcontext(options.dir) as path:
         for process in ("first", "second"):
             arguments = [*sys.argv, "--process", process, "--dir", str(path)]
