@@ -188,8 +188,8 @@ def second_process(options: argparse.Namespace) -> None:
     attended = {
         "full cache": ids.shape[1],
         "cache only": held,
-        "HybridMem": held + found,
-        "HybridMem, new conversation": found,
+        "HybridMem": min(ids.shape[1], held + found),
+        "HybridMem, new conversation": min(ids.shape[1], found),
     }
     print()
     print("|" + "|".join(["", "tokens", "loss", "exact", *(f.answer.strip() for f in FACTS)]) + "|")
