@@ -10,7 +10,9 @@ the bare model that reads the same pieces; small random weights, 8 rows kept at 
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +32,7 @@ class Case(NamedTuple):
     name: str
     pieces: list[int]
     precision: str = "fp32"
-    config: dict[str, Any] = {}  # noqa: RUF012 - a tuple's default, never changed
+    config: Mapping[str, Any] = MappingProxyType({})
 
 
 CASES = (

@@ -23,27 +23,16 @@ from .documents import TOKENS, Bank, build, captured, load_bank
 from .evaluate import prompt_ids
 from .facts import CHOOSE
 from .needles import likeness
+from .questions import QUERY_TOKENS, queries_of
 from .rankings import grouped
 from .report import write_csv
 from .stages import OUT, RESULTS, centres
 
-QUERY_TOKENS, CHUNK, TOP, BITS = 8, 64, 10, 256
+CHUNK, TOP, BITS = 64, 10, 256
 BEFORE, AFTER = 15, 8
 EVERY = (1, 2, 4, 8, 16)
 
 Found = dict[int, list[bool]]
-
-
-def asked(model: Any, ids: list[int], bank: Bank) -> list[NDArray[np.float32]]:
-    """Queries of all of these tokens in each layer, with attention to all of a document."""
-    rows: list[NDArray[np.float32]] = []
-
-    def everything(layer: int, queries: NDArray[np.float32]) -> tuple[Any, Any]:
-        rows.append(queries.copy())
-        return bank.rotated[layer], bank.values[layer]
-
-    smollm2.continue_with(model, ids, TOKENS, [everything])
-    return rows
 
 
 def note(
@@ -58,7 +47,7 @@ def note(
     question, rest = texts
     key_means, query_means = means
     first, last = answer
-    for layer, rows in enumerate(asked(model, question + rest, bank)):
+    for layer, rows in enumerate(queries_of(model, question + rest, bank)):
         alike = likeness(
             bank.keys[layer] - key_means[layer], grouped(rows) - query_means[layer], BITS
         )

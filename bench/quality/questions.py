@@ -54,8 +54,8 @@ def _ask(texts: dict[str, Any], results: Path, seed: int) -> dict[str, Any]:
         bank = load_bank(path)
         for number, fact in enumerate(document.facts):
             prompt, _ = prompt_ids(fact, tokenizer)
-            rows = _queries(model, prompt, bank)
-            found["queries"].append(np.stack(rows))
+            rows = queries_of(model, prompt, bank)
+            found["queries"].append(np.stack([layer[-QUERY_TOKENS:] for layer in rows]))
             found["position"].append(TOKENS + len(prompt) - 1)
             found["document"].append(name)
             found["answer"].append(document.answers[number])
@@ -63,13 +63,13 @@ def _ask(texts: dict[str, Any], results: Path, seed: int) -> dict[str, Any]:
     return found
 
 
-def _queries(model: Any, prompt: list[int], bank: Bank) -> list[NDArray[np.float32]]:
-    """Of each layer, with attention to all of a document."""
+def queries_of(model: Any, ids: list[int], bank: Bank) -> list[NDArray[np.float32]]:
+    """Of all of these tokens in each layer, [tokens, 576], with attention to all of a document."""
     rows: list[NDArray[np.float32]] = []
 
     def everything(layer: int, queries: NDArray[np.float32]) -> tuple[Any, Any]:
-        rows.append(queries[-QUERY_TOKENS:].copy())
+        rows.append(queries.copy())
         return bank.rotated[layer], bank.values[layer]
 
-    smollm2.continue_with(model, prompt, TOKENS, [everything])
+    smollm2.continue_with(model, ids, TOKENS, [everything])
     return rows

@@ -56,7 +56,7 @@ class Nodes:
                     env_vars={"HYBRIDMEM_DISK": str(path)}, **options
                 )
                 return
-            except Exception:  # Ray gives it 30 s, which a busy machine may not make
+            except Exception:  # as Ray raises after 30 s, which a busy machine may not make
                 if attempt == 2:
                     raise
 
