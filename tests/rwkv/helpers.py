@@ -70,13 +70,18 @@ def largest(difference: Any) -> float:
 
 
 def attended_rows(patch: pytest.MonkeyPatch) -> list[np.ndarray]:
-    """Let the keys that decode attends to from now on be noted, an array for each layer's turn."""
+    """Let what decode attends to from now on be noted, an array for each layer's turn.
+
+    A row is a token's key and its value, side by side.
+    """
     seen: list[np.ndarray] = []
     original = gathered.GatheredRows.attend
 
     def noting(rows: Any, query: Any) -> Any:
         keys = rows._keys[:, :, rows._first : rows._count]
-        seen.append(keys.reshape(-1, keys.shape[2]).t().numpy().copy())
+        values = rows._values[:, rows._first : rows._count].transpose(0, 1)
+        pairs = keys.permute(2, 0, 1).flatten(1), values.flatten(1)
+        seen.append(torch.cat(pairs, 1).numpy())
         return original(rows, query)
 
     patch.setattr(gathered.GatheredRows, "attend", noting)

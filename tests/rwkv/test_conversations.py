@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import hybridmem
@@ -296,7 +297,8 @@ def test_a_branch_attends_to_nothing_that_was_forgotten(
     model, memory, state = held
     _, state = run(model, text(3, seed=8), [1] * 3, state)  # between two searches
     branch, hidden = copy.deepcopy(state), copy.deepcopy(state)
-    forgotten = {row.tobytes() for number in memory.store for row in memory.store.get(number).keys}
+    entries = [memory.store.get(number) for number in memory.store]
+    forgotten = {row.tobytes() for one in entries for row in np.hstack((one.keys, one.values))}
     seen = attended_rows(monkeypatch)
     run(model, [1], [1], branch)
     assert {row.tobytes() for row in seen[0]} & forgotten

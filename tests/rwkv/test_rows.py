@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,13 @@ from .helpers import (
 pytestmark = MARKS
 
 
-def rows_of(path: Path, tokens: list[int], layer: int) -> np.ndarray:
-    """Keys of every token of a text in one attention layer, sorted."""
+def rows_of(
+    path: Path, tokens: list[int], layer: int, parts: Sequence[str] = ("k_cache",)
+) -> np.ndarray:
+    """Keys, or what is asked for, of every token of a text in one attention layer, sorted."""
     _, state = run(load(path, EVERYTHING), tokens, [len(tokens)])
-    return sort_rows(state["attn"][layer]["k_cache"][0].numpy())
+    held = state["attn"][layer]
+    return sort_rows(torch.cat([held[part][0] for part in parts], 1).numpy())
 
 
 def sort_rows(rows: np.ndarray) -> np.ndarray:
@@ -67,7 +71,8 @@ def test_no_row_is_attended_to_twice(
         run(model, tokens[120:], [1], state)
     assert len(seen) == 2
     for layer, rows in enumerate(seen):
-        np.testing.assert_allclose(sort_rows(rows), rows_of(checkpoint, tokens, layer), atol=1e-4)
+        expected = rows_of(checkpoint, tokens, layer, ("k_cache", "v_cache"))
+        np.testing.assert_allclose(sort_rows(rows), expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("importance", ["upstream", "corrected"])
