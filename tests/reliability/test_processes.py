@@ -20,10 +20,10 @@ from .book import Book, read
 
 def test_a_writer_beside_eight_readers(tmp_path: Path) -> None:
     """A million reads in the torture run."""
-    counts = readers.run(tmp_path / "mem", 8000)
+    counts = readers.run(tmp_path / "mem", 8000, seconds=300)
     assert counts["reads"] >= 8000
-    assert counts["snapshots"] > 20
-    assert counts["gone"] > 0, "no shard was removed under a reader: the test shows little"
+    assert counts["snapshots"] >= readers.READERS * readers.COMMITS
+    assert counts["gone"] >= readers.READERS, "a reader had no shard removed: it shows little"
 
 
 def test_a_mixture_of_two_commits_is_found() -> None:
