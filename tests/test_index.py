@@ -299,7 +299,7 @@ def test_dots_in_the_order_of_the_ids(spec: SignatureSpec) -> None:
         view.dots(query, ids)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     spec=st.sampled_from([s for s in SPECS if s.hdc_dim <= 512]),
     seed=st.integers(0, 2**32 - 1),

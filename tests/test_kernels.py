@@ -202,7 +202,7 @@ def test_unaligned_rows(simd: str) -> None:
     np.testing.assert_array_equal(got, twins.hamming(rows, query[None])[:, 0])
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     n=st.integers(0, 200),
     m=st.integers(1, 40),
@@ -230,7 +230,7 @@ def test_running_top_k(n: int, m: int, k: int, values: int, seed: int) -> None:
         assert (distance[q][~found] == EMPTY).all()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(n=st.integers(0, 300), k=st.integers(1, 400), seed=st.integers(0, 2**32 - 1))
 def test_select_smallest(n: int, k: int, seed: int) -> None:
     rng = np.random.default_rng(seed)

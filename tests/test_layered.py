@@ -140,7 +140,7 @@ def test_runs_are_counted_over_entries_that_are_not_looked_for(tmp_path: Path) -
         assert len(pair.memory.query(keys, 0, max_run=1)) == 2
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(cases())
 def test_a_split_store_answers_as_the_whole(case: dict[str, Any]) -> None:
     rng = np.random.default_rng(case["seed"])
@@ -190,7 +190,7 @@ def test_a_split_store_answers_as_the_whole(case: dict[str, Any]) -> None:
         assert pair.memory.stats().hits == pair.union.stats().hits
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(
     st.integers(0, 2**16),
     st.integers(1, 10),

@@ -119,7 +119,6 @@ options = st.fixed_dictionaries(
 @given(data=st.data())
 @settings(
     max_examples=12,
-    deadline=None,
     phases=(Phase.explicit, Phase.generate),  # on actors that go on, nothing can be repeated
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
@@ -78,7 +78,6 @@ def test_a_source_comes_back_from_everywhere(
                 check(again)
 
 
-@settings(deadline=None)
 @given(source=values)
 def test_any_json(source: Any) -> None:
     with tempfile.TemporaryDirectory() as path, hybridmem.create(path, embed_dim=2) as store:
