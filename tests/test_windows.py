@@ -10,7 +10,6 @@ import errno
 import mmap
 import os
 import stat
-import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,6 +36,7 @@ class Strict(WindowsSyscalls):
         self.maps: list[tuple[weakref.ref[mmap.mmap], str]] = []
         self.locks: dict[str, int] = {}
         self.refused = 0
+        self.closed_when_refused: list[int] = []
 
     def in_use(self, path: str) -> bool:
         self.maps = [(ref, name) for ref, name in self.maps if ref() is not None]
@@ -45,6 +45,8 @@ class Strict(WindowsSyscalls):
     def check_free(self, path: str) -> None:
         if self.in_use(path):
             self.refused += 1
+            for fd in self.closed_when_refused:
+                self.open_files.pop(fd, None)
             raise PermissionError(errno.EACCES, "used by another process", path)
 
     def open(self, path: str, flags: int, mode: int = 0o666, dir_fd: int | None = None) -> int:
@@ -237,16 +239,19 @@ def test_one_writer(windows: Strict, tmp_path: Path) -> None:
         check(store, [1, 2])
 
 
-def test_a_name_that_is_in_use_for_a_moment(windows: Strict, tmp_path: Path) -> None:
+def test_a_name_that_is_in_use_for_a_moment(
+    windows: Strict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "mem"
     with hybridmem.create(path, embed_dim=8) as store:
         fill(store, 1, 2)
         windows.open_files[-5] = str(path / "index.json")  # a virus scanner looks at it
-        timer = threading.Timer(0.02, lambda: windows.open_files.pop(-5))
-        timer.start()
-        store.flush()
-        timer.join()
-        assert windows.refused
+        windows.closed_when_refused = [-5]
+        with monkeypatch.context() as patient:
+            patient.setattr(_windows, "_PATIENCE", 60)
+            store.flush()
+        assert windows.refused == 1
+        windows.closed_when_refused = []
         fill(store, 3, 1)
         windows.open_files[-5] = str(path / "index.json")
         with pytest.raises(hybridmem.StoreIOError):  # and does not let go

@@ -41,10 +41,14 @@ def test_sessions_are_made_listed_and_opened_again(
         assert len(one) == len(other) == 3
 
 
-def test_what_is_used_last_is_told(sessions: hybridmem.Sessions) -> None:
+def test_what_is_used_last_is_told(sessions: hybridmem.Sessions, root: Path) -> None:
     use(sessions, "a")
     use(sessions, "b")
-    time.sleep(0.05)  # times of files go by ticks of the system
+    for name, hours in (("a", 2), ("b", 1)):
+        for path in (root / name).iterdir():
+            os.utime(path, (time.time() - 3600 * hours,) * 2)
+    a, b = sessions.list()
+    assert a.last_used < b.last_used
     with sessions.open("a") as store:
         store.query(ROW, 0)
     a, b = sessions.list()
