@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import pickle
 import resource
@@ -15,6 +16,8 @@ from typing import Any
 
 #: What ru_maxrss counts in.
 _UNIT = 1 if sys.platform == "darwin" else 1024
+#: How much longer the clock may go on than the process has computed: others compute as well.
+_CLOCK = 10
 _WAIT = 0.25
 
 
@@ -50,7 +53,7 @@ def apart(
     Parameters
     ----------
     seconds : float, default 10
-        After so long it is killed.
+        After so many of its own it is killed, and after ten times as many of the clock.
     address_space : int, optional
         Bytes of virtual memory that it may take besides what it has.
     """
@@ -59,19 +62,21 @@ def apart(
     if not child:
         try:
             os.close(told)
+            most = math.ceil(seconds)
+            resource.setrlimit(resource.RLIMIT_CPU, (most, most + 1))
             _answer(tells, function, args, address_space)
         finally:
             os._exit(0)
     os.close(tells)
     try:
-        data, is_late = _read(told, seconds)
+        data, is_late = _read(told, _CLOCK * seconds)
     finally:
         os.close(told)
         os.kill(child, signal.SIGKILL)  # it has answered, or is late; else it is dead already
         _, status = os.waitpid(child, 0)
     if data.endswith(b"."):  # a whole pickle
         return pickle.loads(data)  # type: ignore[no-any-return]
-    if is_late:
+    if is_late or (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU):
         return Outcome(None, f"still running after {seconds} s", 0)
     if os.WIFSIGNALED(status):
         return Outcome(None, f"ended by {signal.Signals(os.WTERMSIG(status)).name}", 0)
