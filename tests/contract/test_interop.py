@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import warnings
 from collections.abc import Callable
@@ -197,6 +198,7 @@ def test_ten_thousand_gets_leak_nothing(
                 reader.get(1 + (7 * i) % 20)
 
         gets(500)
+        gc.collect()
         before = anonymous_bytes(), open_descriptors(), len(mapped_files(Path(store.path)))
         gets(2_000 if fields else 10_000)
         after = anonymous_bytes(), open_descriptors(), len(mapped_files(Path(store.path)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import shutil
@@ -25,6 +26,7 @@ class Scratch:
     """Empty directories, in memory where there is such a file system."""
 
     def __init__(self) -> None:
+        gc.collect()  # what was left before may hold descriptors, which are counted
         where = FAST if os.access(FAST, os.W_OK) else None
         self.root = Path(tempfile.mkdtemp(prefix="hybridmem-crash-", dir=where))
         self._numbers = itertools.count()
