@@ -307,7 +307,7 @@ def test_a_killed_writer_leaves_no_lock(store: Any, rng: np.random.Generator) ->
         "x = np.ones((1, 24), np.float32)\n"
         "s.put(x, x, layer_idx=0); s.flush(); s.put(x, x, layer_idx=0)\n"
         "print('ready', flush=True)\n"
-        "time.sleep(60)\n"
+        "time.sleep(600)\n"
     )
     environment = dict(os.environ, PYTHONPATH=str(Path(hybridmem.__file__).parents[1]))
     child = subprocess.Popen(

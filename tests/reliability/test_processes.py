@@ -200,7 +200,7 @@ def test_a_spawned_process_reads_and_is_refused_as_a_writer(tmp_path: Path) -> N
         answers = context.Queue()
         child = context.Process(target=spawned, args=(str(tmp_path / "mem"), answers))
         child.start()
-        found, refused = answers.get(timeout=60)
+        found, refused = answers.get(timeout=600)
         child.join()
     assert state.fits(found)
     assert "open for writing elsewhere" in refused

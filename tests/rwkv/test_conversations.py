@@ -181,8 +181,9 @@ def test_killed_processes_leave_a_whole_conversation(checkpoint: Path, tmp_path:
             finally:
                 os._exit(1)
         os.close(writing)
-        told = os.read(reading, 4)
-        time.sleep(rng.uniform(0, 0.2))
+        for _ in range(rng.randrange(2, 12)):
+            told = os.read(reading, 4)
+        time.sleep(rng.uniform(0, 0.05))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         while more := os.read(reading, 4):
