@@ -97,7 +97,7 @@ def two_replicas(nodes: Any, victim: Any, entries: int) -> None:
 def one_replica(nodes: Any, victim: Any, folder: Path, entries: int) -> None:
     """Answers name what is missing; it is back with the disk."""
     with clusters.create(
-        "$DISK/one", partitions=3, route="hash", embed_dim=WIDTH, deadline_s=2
+        "$DISK/one", partitions=3, route="hash", embed_dim=WIDTH, deadline_s=5
     ) as memory:
         rng = np.random.default_rng(1)
         keys = rng.standard_normal((entries, TOKENS, WIDTH), np.float32)
@@ -114,7 +114,7 @@ def one_replica(nodes: Any, victim: Any, folder: Path, entries: int) -> None:
         print(f"  query: {len(hits)} hits, missing: {', '.join(hits.missing)}")
         until_gone(victim)
         add(nodes, folder, "d")
-        memory.on_missing, memory.deadline_s = "raise", 10
+        memory.on_missing, memory.deadline_s = "raise", 30
         for made in memory.repair():
             print(f"  there again: {made.split(' (')[0]}")
         ask(memory, keys)

@@ -41,7 +41,7 @@ def create(nodes: object, root: str) -> Iterator[Callable[..., Any]]:
     made: list[Any] = []
 
     def create(**options: Any) -> Any:
-        options = {"partitions": 2, "deadline_s": 20, "write_deadline_s": 20} | options
+        options = {"partitions": 2, "deadline_s": 60, "write_deadline_s": 60} | options
         made.append(hm.create(root, **CONFIG, **options))
         return made[-1]
 

@@ -182,8 +182,8 @@ def test_what_comes_late_or_too_early_keeps_nobody_waiting(tmp_path: Path) -> No
     partition.catch_up([(1, Delete(1))], 1, NOTHING)
     begun = time.monotonic()
     with pytest.raises(Behind, match="did not arrive"):
-        partition.wait_for(2, 20)
-    assert time.monotonic() - begun < 10
+        partition.wait_for(2, 60)
+    assert time.monotonic() - begun < 30
     partition.catch_up([(1, Delete(1)), (2, Delete(2))], 2, NOTHING)
     partition.catch_up([], 1, NOTHING)  # late
     partition.wait_for(2, 0)

@@ -38,7 +38,7 @@ class Pair:
         from hybridmem.integrations import ray as hm
 
         self.cluster = hm.create(
-            root, partitions=partitions, route=route, embed_dim=WIDTH, deadline_s=30, **config
+            root, partitions=partitions, route=route, embed_dim=WIDTH, deadline_s=60, **config
         )
         self.store = hybridmem.create(path, embed_dim=WIDTH, **config)
         self.same_ids = route == "hash"

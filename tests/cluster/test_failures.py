@@ -24,6 +24,7 @@ from .helpers import (
     put,
     replicas,
     stopped,
+    within_deadline,
 )
 from .nodes import HOW, Nodes
 
@@ -51,26 +52,29 @@ def test_killed_actor_opens_again_and_has_all_that_was_put(create: Any) -> None:
 
 
 def test_slow_partition_is_waited_for_and_named_at_the_deadline(create: Any) -> None:
-    memory = create(route="hash", deadline_s=1.0)
+    memory = create(route="hash")
     put(memory, range(30))
     wanted = answers(memory)
-    memory.deadline_s = 20
-    with stopped(at(memory, 1)):
-        memory.deadline_s = 1.0
+    left = [one[:2] for one in wanted[0] if one[0] % 2 != 1]
+
+    def named() -> None:
+        memory.on_missing = "raise"
         begun = time.monotonic()
         with pytest.raises(hybridmem.PartitionError, match="partition-0001") as caught:
             memory.query(matrix(1000, 1), 0)
-        assert 0.9 < time.monotonic() - begun < 2
+        assert 0.9 * memory.deadline_s < time.monotonic() - begun < 40
         assert caught.value.partitions == ("partition-0001",)
         memory.on_missing = "report"
         hits = memory.query(matrix(1000, 1), 0, 50)
         assert hits.missing == ("partition-0001",)
-        left = [one for one in wanted[0] if one[0] % 2 != 1]
-        assert [(hit.entry_id, hit.score) for hit in hits] == [one[:2] for one in left]
+        assert [(hit.entry_id, hit.score) for hit in hits] == left
         assert memory.query_layers({0: matrix(1000, 1)})[0].missing == ("partition-0001",)
         with pytest.raises(hybridmem.PartitionError, match="partition-0001"):
             len(memory)
-    memory.deadline_s, memory.on_missing = 3.0, "raise"
+
+    with stopped(at(memory, 1)):
+        within_deadline(memory, named)
+    memory.deadline_s, memory.on_missing = 60, "raise"
     process = pid(at(memory, 1))
     os.kill(process, signal.SIGSTOP)
     threading.Timer(1.8, os.kill, (process, signal.SIGCONT)).start()
@@ -96,7 +100,7 @@ def test_actor_that_is_killed_for_good_is_replaced_by_repair(create: Any, replic
         assert answers(memory) == wanted
     with pytest.raises(hybridmem.PartitionError, match=said):
         memory.flush()
-    assert time.monotonic() - begun < 10  # nothing to wait for
+    assert time.monotonic() - begun < 30  # nothing to wait for
     assert memory.repair() == [dead]
     memory.flush()
     memory._owners.all[-1].replicas.reverse()  # what was made holds all of it
@@ -122,7 +126,8 @@ def test_repair_replaces_what_is_damaged_where_it_is(create: Any, nodes: Nodes) 
 
 def test_repair_names_who_does_not_answer(create: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = create(partitions=1)
-    monkeypatch.setattr("hybridmem.integrations.ray._repair._LOOK_S", 1.0)
+    look_s = "hybridmem.integrations.ray._repair._LOOK_S"
+    monkeypatch.setattr(look_s, 1.0)
     slow = str(memory._owners.all[0].replicas[0])
     with (
         stopped(at(memory, 0)),
@@ -130,6 +135,7 @@ def test_repair_names_who_does_not_answer(create: Any, monkeypatch: pytest.Monke
     ):
         memory.repair()
     assert caught.value.partitions == (slow,)
+    monkeypatch.setattr(look_s, 60.0)
     assert memory.repair() == []
 
 
@@ -143,11 +149,14 @@ def test_what_keeps_a_node_from_taking_part_is_told(nodes: Nodes) -> None:
 def test_layers_of_other_partitions_are_not_missed(create: Any) -> None:
     memory = create(route="layer", on_missing="report")
     put(memory, range(30))
-    with stopped(at(memory, 1)):
-        memory.deadline_s = 1.0
+
+    def only_one() -> None:
         found = memory.query_layers({layer: matrix(1, 1) for layer in range(LAYERS)})
         assert [found[layer].missing for layer in range(LAYERS)] == [(), ("partition-0001",), ()]
         assert [len(found[layer]) for layer in range(LAYERS)] == [5, 0, 5]
+
+    with stopped(at(memory, 1)):
+        within_deadline(memory, only_one)
 
 
 def test_another_replica_answers_for_a_slow_one(create: Any) -> None:
@@ -155,11 +164,11 @@ def test_another_replica_answers_for_a_slow_one(create: Any) -> None:
     put(memory, range(30))
     wanted = answers(memory)
     with stopped(at(memory, 0)):
-        memory.deadline_s = 3.0
+        memory.deadline_s = 10
         assert answers(memory) == wanted
         begun = time.monotonic()
         assert answers(memory) == wanted
-        assert time.monotonic() - begun < 1.5  # it is not asked first any more
+        assert time.monotonic() - begun < 5  # it is not asked first any more
 
 
 def test_full_disk_of_one_partition_is_named(create: Any) -> None:
@@ -207,7 +216,8 @@ def test_puts_wait_for_a_partition_that_does_not_take_them(create: Any) -> None:
         assert memory._owners.inflight_bytes == room
         with pytest.raises(hybridmem.PartitionError, match="partition-0000"):
             memory.put(chunk, chunk, 0)
-        assert 0.9 < time.monotonic() - begun < 5
+        assert 0.9 < time.monotonic() - begun < 30
+    memory._owners.write_deadline_s = 60
     assert sorted(hit.entry_id for hit in memory.query(chunk, 0, 50)) == taken
     memory.put(chunk, chunk, 0)
     assert len(memory) == 11
@@ -256,7 +266,7 @@ def test_flush_names_the_replica_that_did_not(create: Any, root: str) -> None:
     assert caught.value.partitions == (behind,)
     wanted = answers(memory)
     memory._owners.end()  # as if this process died: what is on the disks differs
-    memory = hm.open(root, deadline_s=20)
+    memory = hm.open(root, deadline_s=60)
     try:
         assert answers(memory) == wanted
         assert [len(one) for one in memory.replicas()] == [2, 1]
@@ -280,7 +290,7 @@ def test_second_writer_is_refused_and_readers_are_not(create: Any, root: str) ->
     wanted = answers(memory)
     with pytest.raises(hybridmem.StoreLockedError):
         hm.open(root)
-    with hm.open(root, mode="r", deadline_s=20) as reader:
+    with hm.open(root, mode="r", deadline_s=60) as reader:
         assert answers(reader) == wanted
         assert reader.store_id == memory.store_id
         put(memory, range(30, 33))
@@ -293,7 +303,7 @@ def test_second_writer_is_refused_and_readers_are_not(create: Any, root: str) ->
     memory.close()
     with pytest.raises(hybridmem.StoreClosedError):
         memory.query(matrix(1), 0)
-    with hm.open(root, deadline_s=20) as again:
+    with hm.open(root, deadline_s=60) as again:
         assert sum(map(len, answers(again))) == 33
         assert put(again, range(33, 34)) == [34]
 
@@ -309,7 +319,7 @@ def test_partition_that_was_not_there_when_it_was_opened(
     memory.close()
     (path,) = nodes.disks.glob(f"*/{root.split('/')[1]}/partition-0001")
     path.rename(path.with_name("away"))
-    with hm.open(root, deadline_s=20) as again:
+    with hm.open(root, deadline_s=60) as again:
         with pytest.raises(hybridmem.PartitionError, match="partition-0001"):
             answers(again)
         again.delete(2)

@@ -78,7 +78,7 @@ def test_replicas_that_were_left_behind_do_not_answer_alone(
     memory._owners.end()  # as if this process died
     away = newest.with_name("away")
     newest.rename(away)  # and the node with what is newest were not up yet
-    with hm.open(root, deadline_s=20) as again:
+    with hm.open(root, deadline_s=60) as again:
         for ask in (lambda: answers(again), lambda: put(again, range(24, 27)), again.repair):
             with pytest.raises(hybridmem.PartitionError, match=r"partition-0001.*left behind"):
                 ask()
@@ -102,7 +102,7 @@ def test_one_of_two_replicas_that_goes_on_alone_is_known_by_it(
     memory.close()
     away = first.with_name("away")
     first.rename(away)
-    with hm.open(root, deadline_s=20) as alone:
+    with hm.open(root, deadline_s=60) as alone:
         put(alone, range(12, 15))
         with pytest.raises(hybridmem.PartitionError, match="1 of 2 replicas"):
             alone.flush()
@@ -114,7 +114,7 @@ def test_one_of_two_replicas_that_goes_on_alone_is_known_by_it(
     )
     away.rename(first)
     other.rename(other.with_name("away"))
-    with hm.open(root, deadline_s=20) as again:
+    with hm.open(root, deadline_s=60) as again:
         with pytest.raises(hybridmem.PartitionError, match=r"partition-0001.*left behind"):
             answers(again)
         other.with_name("away").rename(other)
@@ -133,14 +133,14 @@ def test_one_of_two_replicas_that_was_only_asked_is_not_ahead(create: Any, root:
     memory.close()
     for path in paths:
         path.rename(path.with_name("away"))
-        with hm.open(root, deadline_s=20) as alone:
+        with hm.open(root, deadline_s=60) as alone:
             assert answers(alone) == wanted
             with pytest.raises(hybridmem.PartitionError, match="1 of 2 replicas"):
                 alone.flush()
             alone._owners.end()
             alone._closed = True
         path.with_name("away").rename(path)
-    with hm.open(root, deadline_s=20) as again:
+    with hm.open(root, deadline_s=60) as again:
         assert [len(one) for one in again.replicas()] == [2, 2, 2]
         again.flush()
 
@@ -150,7 +150,7 @@ def test_a_layer_that_some_partitions_centre_is_refused(
 ) -> None:
     from hybridmem.integrations import ray as hm
 
-    memory = create(route="hash", write_deadline_s=3)
+    memory = create(route="hash")
     put(memory, range(12))
     memory.flush()
     flush = memory._owners.flush
@@ -162,9 +162,11 @@ def test_a_layer_that_some_partitions_centre_is_refused(
         return flush(owners, *call)
 
     memory._owners.flush = hanging
+    memory._owners.write_deadline_s = 8
     with pytest.raises(hybridmem.PartitionError, match="calibrate failed"):
         memory.calibrate(0, keys=matrix(7) + 3)
     memory._owners.flush = flush
+    memory._owners.write_deadline_s = 60
     os.kill(process, signal.SIGKILL)
     for ask in (
         lambda: memory.query(matrix(1000, 1), 0),
@@ -173,7 +175,7 @@ def test_a_layer_that_some_partitions_centre_is_refused(
     ):
         with pytest.raises(hybridmem.PartitionError, match="some partitions may centre layer 0"):
             ask()
-    with hm.open(root, "r", deadline_s=20) as reader:
+    with hm.open(root, "r", deadline_s=60) as reader:
         with pytest.raises(hybridmem.PartitionError, match="some partitions may centre layer 0"):
             reader.query(matrix(1000, 1), 0)
         assert len(reader.query(matrix(1000, 1), 1)) > 0
@@ -225,7 +227,7 @@ def test_a_cluster_all_disks_of_which_are_gone(
         create(remote=url)
     disk = nodes.disks / "head" / name  # was made anew
     shutil.copy(tmp_path / "copies" / "cluster.json", disk)
-    with hm.open(root, deadline_s=20) as again:
+    with hm.open(root, deadline_s=60) as again:
         with pytest.raises(hybridmem.PartitionError, match=r"partition-0000.*partition-0001"):
             answers(again)
         with pytest.raises(hybridmem.PartitionError, match="on no node"):
@@ -257,5 +259,5 @@ def test_close_waits_for_what_another_thread_puts(
     memory.close()
     thread.join()
     assert len(taken) == 4
-    with hm.open(root, "r", deadline_s=20) as again:
+    with hm.open(root, "r", deadline_s=60) as again:
         assert list(again) == taken

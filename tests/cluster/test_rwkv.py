@@ -46,7 +46,7 @@ def test_same_logits_as_on_one_store(
     }
     stores = (
         hybridmem.create(tmp_path / "mem", **config),
-        hm.create(root, partitions=2, route=route, deadline_s=30, **config),
+        hm.create(root, partitions=2, route=route, deadline_s=60, **config),
     )
     for top_k in (3, 10**6):
         found = []
@@ -62,7 +62,7 @@ def test_same_logits_as_on_one_store(
         wanted, _ = run(model, tokens[:5], [1] * 5, state)
     stores[1].close()
     with (
-        hm.open(root, deadline_s=30) as again,
+        hm.open(root, deadline_s=60) as again,
         rwkv_x.attach(model, again, top_k=3, chunk_tokens=CHUNK) as memory,
     ):
         state = memory.load(tmp_path / "conversation.pt")

@@ -42,6 +42,6 @@ def test_same_logits_as_on_one_store(nodes: object, root: str, tmp_path: Path) -
     wanted = logits(tmp_path / "one")
     with hybridmem.open(tmp_path / "one", mode="r") as one:
         config, entries = one.config, len(one)
-    with hm.create(root, partitions=2, route="hash", config=config, deadline_s=30) as cluster:
+    with hm.create(root, partitions=2, route="hash", config=config, deadline_s=60) as cluster:
         assert torch.equal(logits(cluster), wanted)
         assert len(cluster) == entries > 10
