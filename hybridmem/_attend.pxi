@@ -111,42 +111,23 @@ def attend_half(const float[:, ::1] q not None, const uint16_t[:, ::1] k not Non
         raise MemoryError
 
 
-cdef void _widen_int8(const hm_codec *codec, const int8_t[:, ::1] q, const float[:, ::1] scale,
-                      const float[:, ::1] zero, Py_ssize_t width, bint wide, size_t first,
-                      size_t rows, float *out) noexcept nogil:
-    """Rows of INT8 as float32; width 0: one zero for each column, one scale for each two."""
-    cdef size_t d = q.shape[1], scale_at, zero_at
-    if width == 0:
-        codec.dequantize_channels(&q[first, 0], rows, d, wide, &scale[0, 0], &zero[0, 0], out)
-        return
-    scale_at = first if scale.shape[0] > 1 else 0
-    zero_at = first if zero.shape[0] > 1 else 0
-    codec.dequantize_rows(
-        &q[first, 0], rows, d, width, wide,
-        &scale[scale_at, 0], scale.shape[1] if scale.shape[0] > 1 else 0,
-        &zero[zero_at, 0], zero.shape[1] if zero.shape[0] > 1 else 0, out)
-
-
 def attend_int8(const float[:, ::1] q not None,
-                const int8_t[:, ::1] k not None, const float[:, ::1] k_scale not None,
-                const float[:, ::1] k_zero not None, Py_ssize_t k_width, bint k_wide,
-                const int8_t[:, ::1] v not None, const float[:, ::1] v_scale not None,
-                const float[:, ::1] v_zero not None, Py_ssize_t v_width, bint v_wide,
+                const int8_t[:, ::1] k not None, const uint8_t[:, ::1] k_scale not None,
+                const uint8_t[:, ::1] k_zero not None, Py_ssize_t k_width, bint k_wide,
+                const int8_t[:, ::1] v not None, const uint8_t[:, ::1] v_scale not None,
+                const uint8_t[:, ::1] v_zero not None, Py_ssize_t v_width, bint v_wide,
                 Py_ssize_t heads, Py_ssize_t kv_heads, float scale, float[:, ::1] acc not None,
                 float[:, ::1] top not None, float[:, ::1] total not None):
     """As attend, over INT8, of which a few rows at a time are widened.
 
-    k_width and v_width are the columns of a group, as in dequantize_rows; 0 stands for the layout
-    of dequantize_channels.
+    Scales, zeros and widths are those of dequantize.
     """
     cdef hm_attention a
     cdef hm_rows some
     cdef size_t d = k.shape[1], n = k.shape[0], first, rows
     cdef float *wide_k = NULL
     cdef float *wide_v
-    cdef const hm_codec *codec = hm_codec_of(hm_active.name)
     cdef int ready
-    cdef hm_fpenv saved
     with nogil:
         ready = _attention_set(&a, q, heads, kv_heads, scale, acc, top, total)
         if ready:
@@ -157,10 +138,8 @@ def attend_int8(const float[:, ::1] q not None,
             first = 0
             while first < n:
                 rows = min(n - first, <size_t> HM_ATTEND_ROWS)
-                saved = hm_fpenv_enter()
-                _widen_int8(codec, k, k_scale, k_zero, k_width, k_wide, first, rows, wide_k)
-                _widen_int8(codec, v, v_scale, v_zero, v_width, v_wide, first, rows, wide_v)
-                hm_fpenv_leave(saved)
+                _widen_int8(k, k_scale, k_zero, k_width, k_wide, first, rows, wide_k)
+                _widen_int8(v, v_scale, v_zero, v_width, v_wide, first, rows, wide_v)
                 some = hm_rows(k=wide_k, v=wide_v, n=rows, next=NULL, next_n=0)
                 hm_attend_of(hm_active.name)(&a, &some)
                 first += rows

@@ -196,9 +196,8 @@ class Codec:
         else:
             forms: Any = [state.query]
             for letter, q in (("k", k), ("v", v)):
-                scale, zero = (_float32(parts[f"{letter}_{end}"].data) for end in ("scale", "zero"))
-                width = _row_width(scale, q.shape[1]) if scale.shape == zero.shape else 0
-                forms += [q, scale, zero, width, parts[f"{letter}_scale"].dtype == "F32"]
+                stored = parts[f"{letter}_scale"], parts[f"{letter}_zero"]
+                forms += [q, *_steps(*stored, q.shape[1])]
             _kernels.attend_int8(*forms, *state.shape, *state.running)
 
     def mismatch(
@@ -297,37 +296,34 @@ def _quantize(letter: str, x: Floats, name: str) -> list[Tensor]:
     q = _slabs.empty((n, d), np.int8)
     by_channel = letter == "k" and n >= _CHANNEL_TOKENS
     if by_channel:
-        scale, zero = np.empty((1, -(-d // 2)), np.float32), np.empty((1, d), np.float32)
+        scales, zeros = (1, -(-d // 2)), (1, d)
     else:
-        groups = -(-d // (_KEY_GROUP if letter == "k" else _VALUE_GROUP))
-        scale, zero = np.empty((n, groups), np.float32), np.empty((n, groups), np.float32)
+        scales = zeros = (n, -(-d // (_KEY_GROUP if letter == "k" else _VALUE_GROUP)))
 
-    def fill(wide: bool) -> float:
+    def filled(wide: bool) -> tuple[float, npt.NDArray[Any], npt.NDArray[Any]]:
+        dtype = np.float32 if wide else np.float16
+        scale, zero = np.empty(scales, dtype), np.empty(zeros, dtype)
+        stored = scale.view(np.uint8), zero.view(np.uint8)
         if by_channel:
-            return _kernels.quantize_channels(x, wide, q.fill, scale[0], zero[0])
-        return _kernels.quantize_rows(x, _row_width(scale, d), wide, q.fill, scale, zero)
+            return _kernels.quantize_channels(x, wide, q.fill, *stored), scale, zero
+        width = _row_width(scale, d)
+        return _kernels.quantize_rows(x, width, wide, q.fill, *stored), scale, zero
 
-    peak = fill(wide=False)  # nearly always right; whether it is, this pass tells
+    peak, scale, zero = filled(wide=False)  # nearly always right; whether it is, this pass tells
     if not math.isfinite(peak):
         raise _arrays.not_finite(x, x, name, "float32")
-    tensors = [_tensor(letter, "I8", q.kept)]
     is_wide = peak != 0 and not _HALF_RANGE[0] <= peak <= _HALF_RANGE[1]
     if is_wide:
-        fill(wide=True)
+        _, scale, zero = filled(wide=True)
     dtype = "F32" if is_wide else "F16"
-    for ending, wide in (("scale", scale), ("zero", zero)):
-        tensors.append(_tensor(f"{letter}_{ending}", dtype, wide if is_wide else _halved(wide)))
-    return tensors
+    return [
+        _tensor(letter, "I8", q.kept),
+        _tensor(f"{letter}_scale", dtype, scale),
+        _tensor(f"{letter}_zero", dtype, zero),
+    ]
 
 
-def _halved(x: Floats) -> npt.NDArray[np.float16]:
-    """Return as float16 what is exact in it; numpy takes as long as the quantising."""
-    bits = np.empty(x.shape, np.uint16)
-    _kernels.to_float16(x, bits)
-    return bits.view(np.float16)
-
-
-def _row_width(scale: Floats, embed_dim: int) -> int:
+def _row_width(scale: npt.NDArray[Any], embed_dim: int) -> int:
     # One or two columns are one group, of whatever width.
     return max(group_width(embed_dim, scale.shape[1]), _UNIT)
 
@@ -345,15 +341,17 @@ def _decoded(parts: dict[str, Tensor], letter: str) -> Floats:
     return out
 
 
-def _dequantized(q: npt.NDArray[np.int8], stored_scale: Tensor, stored_zero: Tensor) -> Floats:
-    wide = stored_scale.dtype == "F32"
-    scale, zero = _float32(stored_scale.data), _float32(stored_zero.data)
+def _dequantized(q: npt.NDArray[np.int8], scale: Tensor, zero: Tensor) -> Floats:
     room = _slabs.empty(q.shape, np.float32)
-    if scale.shape == zero.shape:
-        _kernels.dequantize_rows(q, _row_width(scale, q.shape[1]), wide, scale, zero, room.fill)
-    else:
-        _kernels.dequantize_channels(q, wide, scale[0], zero[0], room.fill)
+    _kernels.dequantize(q, *_steps(scale, zero, q.shape[1]), room.fill)
     return room.kept
+
+
+def _steps(scale: Tensor, zero: Tensor, embed_dim: int) -> tuple[Any, Any, int, bool]:
+    """Return scales and zeros as the kernels take them: bytes, columns of a group, whether wide."""
+    width = _row_width(scale.data, embed_dim) if scale.shape == zero.shape else 0
+    by, at = (_aligned(part.data).view(np.uint8) for part in (scale, zero))
+    return by, at, width, scale.dtype == "F32"
 
 
 def _aligned(data: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -361,12 +359,3 @@ def _aligned(data: npt.NDArray[Any]) -> npt.NDArray[Any]:
     if flags.c_contiguous and flags.aligned:
         return data
     return np.require(data, requirements=("C", "A"))  # other writers need not align
-
-
-def _float32(data: npt.NDArray[Any]) -> Floats:
-    data = _aligned(data)
-    if data.dtype == np.float32:
-        return data
-    out = np.empty(data.shape, np.float32)
-    _kernels.from_float16(data.view(np.uint16), out)
-    return out

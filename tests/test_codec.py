@@ -65,15 +65,21 @@ def worst(a: F32, b: F32) -> float:
 def test_quantise_by_channel_is_the_twin(simd: str, shape: tuple[int, int], wide: bool) -> None:
     x, _ = model_like(*shape)
     d = shape[1]
-    q, scale, zero = np.empty(shape, np.int8), np.empty(-(-d // 2), "f4"), np.empty(d, "f4")
-    peak = _kernels.quantize_channels(x, wide, q, scale, zero)
+    stored = "f4" if wide else "f2"
+    q, scale, zero = (
+        np.empty(shape, np.int8),
+        np.empty((1, -(-d // 2)), stored),
+        np.empty((1, d), stored),
+    )
+    parameters = scale.view(np.uint8), zero.view(np.uint8)
+    peak = _kernels.quantize_channels(x, wide, q, *parameters)
     want = twins.quantize_channels(x, wide)
     assert peak == np.abs(x).max()
-    for got, expected in zip((q, scale[None], zero[None]), want, strict=True):
+    for got, expected in zip((q, scale, zero), want, strict=True):
         np.testing.assert_array_equal(got, expected)
     out = np.empty(shape, np.float32)
-    _kernels.dequantize_channels(q, wide, scale, zero, out)
-    np.testing.assert_array_equal(out, twins.dequantize(q, scale[None], zero[None]))
+    _kernels.dequantize(q, *parameters, 0, wide, out)
+    np.testing.assert_array_equal(out, twins.dequantize(q, scale, zero))
 
 
 @pytest.mark.parametrize("wide", [False, True])
@@ -85,13 +91,14 @@ def test_quantise_by_row_is_the_twin(
     _, x = model_like(*shape)
     groups = -(-shape[1] // width)
     q = np.empty(shape, np.int8)
-    scale, zero = np.empty((shape[0], groups), "f4"), np.empty((shape[0], groups), "f4")
-    peak = _kernels.quantize_rows(x, width, wide, q, scale, zero)
+    scale, zero = np.empty((2, shape[0], groups), "f4" if wide else "f2")
+    parameters = scale.view(np.uint8), zero.view(np.uint8)
+    peak = _kernels.quantize_rows(x, width, wide, q, *parameters)
     assert peak == np.abs(x).max()
     for got, expected in zip((q, scale, zero), twins.quantize_rows(x, width, wide), strict=True):
         np.testing.assert_array_equal(got, expected)
     out = np.empty(shape, np.float32)
-    _kernels.dequantize_rows(q, width, wide, scale, zero, out)
+    _kernels.dequantize(q, *parameters, width, wide, out)
     columns = np.arange(shape[1]) // width
     exact = zero[:, columns].astype(np.float64) + scale[:, columns].astype(np.float64) * q
     np.testing.assert_array_equal(out, exact.astype(np.float32))
@@ -100,16 +107,17 @@ def test_quantise_by_row_is_the_twin(
 @pytest.mark.parametrize("rows", [16, 40])
 @pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("column", [0, 31, 70, 129])
-def test_quantise_sees_what_is_not_finite(simd: str, rows: int, bad: float, column: int) -> None:
+@pytest.mark.parametrize("wide", [False, True])
+def test_quantise_sees_what_is_not_finite(
+    simd: str, rows: int, bad: float, column: int, wide: bool
+) -> None:
     for row in range(0, rows, 5):
         x = np.ones((rows, 130), np.float32)
         x[row, column] = bad
         q = np.empty(x.shape, np.int8)
-        by_channel = _kernels.quantize_channels(
-            x, False, q, np.empty(65, np.float32), np.empty(130, np.float32)
-        )
-        parameters = np.empty((2, rows, 2), np.float32)
-        by_row = _kernels.quantize_rows(x, 96, False, q, *parameters)
+        parameters = np.empty((2, rows, 1040), np.uint8)
+        by_channel = _kernels.quantize_channels(x, wide, q, *parameters)
+        by_row = _kernels.quantize_rows(x, 96, wide, q, *parameters)
         assert not np.isfinite(by_channel)
         assert not np.isfinite(by_row)
 

@@ -15,23 +15,24 @@
 #define HM_UNIT 32        /* groups of a row are a multiple of this wide */
 #define HM_BAND 512       /* columns that are dequantised by channel at a time */
 #define HM_RUN 64         /* groups of a row that are fitted at a time */
+#define HM_SCALES 1024    /* scales of rows that are widened at a time */
 
 #define HM_MAGNITUDE UINT32_C(0x7FFFFFFF)
 #define HM_HALF_NORMAL UINT32_C(0x38800000) /* 2^-14, the least normal float16 */
 #define HM_HALF_BIAS UINT32_C(0x38000000)   /* what float32 adds to a float16's exponent */
 
 typedef struct {
-    /* Return the largest magnitude, NaN or infinity where there is one; q is useless then. `wide` keeps
-     * scales and zeros in float32: for magnitudes that float16 does not hold. */
-    float (*quantize_channels)(const float *x, size_t n, size_t d, int wide, int8_t *q, float *scale,
-                               float *zero);
+    /* Return the largest magnitude, NaN or infinity where there is one; q is useless then. Scales and
+     * zeros are float16, or float32 where `wide`: for magnitudes that float16 does not hold. */
+    float (*quantize_channels)(const float *x, size_t n, size_t d, int wide, int8_t *q, void *scale,
+                               void *zero);
     float (*quantize_rows)(const float *x, size_t n, size_t d, size_t width, int wide, int8_t *q,
-                           float *scale, float *zero);
-    void (*dequantize_channels)(const int8_t *q, size_t n, size_t d, int wide, const float *scale,
-                                const float *zero, float *out);
-    /* scale_row and zero_row: values from one row to the next. */
+                           void *scale, void *zero);
+    void (*dequantize_channels)(const int8_t *q, size_t n, size_t d, int wide, const void *scale,
+                                const void *zero, float *out);
+    /* scale_row and zero_row: values from one row to the next, 0 where one row serves all. */
     void (*dequantize_rows)(const int8_t *q, size_t n, size_t d, size_t width, int wide,
-                            const float *scale, size_t scale_row, const float *zero, size_t zero_row,
+                            const void *scale, size_t scale_row, const void *zero, size_t zero_row,
                             float *out);
     /* 0 where some value is not finite, before or after. */
     int (*to_bfloat16)(const float *x, size_t n, uint16_t *out);

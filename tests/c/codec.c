@@ -9,7 +9,7 @@
 static uint64_t hash, state;
 static float x[ROWS * COLUMNS], out[ROWS * COLUMNS], scale[ROWS * COLUMNS], zero[ROWS * COLUMNS];
 static int8_t q[ROWS * COLUMNS];
-static uint16_t half[ROWS * COLUMNS];
+static uint16_t half[ROWS * COLUMNS], stored[2][ROWS * COLUMNS];
 
 static void add(uint32_t value) { /* value by value: the same in any byte order */
     int i;
@@ -23,8 +23,13 @@ static void add_floats(const float *p, size_t n) {
     while (n--) add(hm_float_to_bits(*p++));
 }
 
-static void add_quantized(size_t n, size_t d, size_t scales, size_t zeros) {
+static void add_quantized(const hm_codec *codec, size_t n, size_t d, int wide, size_t scales,
+                          size_t zeros) {
     size_t i;
+    if (!wide) {
+        codec->from_float16(stored[0], scales, scale);
+        codec->from_float16(stored[1], zeros, zero);
+    }
     for (i = 0; i < n * d; i++) add((uint32_t)q[i]);
     add_floats(scale, scales);
     add_floats(zero, zeros);
@@ -39,16 +44,17 @@ static void add_halves(size_t n) {
 
 static void all_of(const hm_codec *codec, size_t n, size_t d, int wide) {
     size_t groups = (d + 95) / 96, i;
+    void *s = wide ? (void *)scale : (void *)stored[0], *z = wide ? (void *)zero : (void *)stored[1];
     for (i = 0; i < n * d; i++) {
         state = state * UINT64_C(6364136223846793005) + UINT64_C(1442695040888963407);
         x[i] = (float)(int32_t)(state >> 32) / 2147483648.0f * (wide ? 1e38f : 1.0f);
     }
-    codec->quantize_channels(x, n, d, wide, q, scale, zero);
-    codec->dequantize_channels(q, n, d, wide, scale, zero, out);
-    add_quantized(n, d, (d + 1) / 2, d);
-    codec->quantize_rows(x, n, d, 96, wide, q, scale, zero);
-    codec->dequantize_rows(q, n, d, 96, wide, scale, groups, zero, groups, out);
-    add_quantized(n, d, n * groups, n * groups);
+    codec->quantize_channels(x, n, d, wide, q, s, z);
+    codec->dequantize_channels(q, n, d, wide, s, z, out);
+    add_quantized(codec, n, d, wide, (d + 1) / 2, d);
+    codec->quantize_rows(x, n, d, 96, wide, q, s, z);
+    codec->dequantize_rows(q, n, d, 96, wide, s, groups, z, groups, out);
+    add_quantized(codec, n, d, wide, n * groups, n * groups);
     codec->to_bfloat16(x, n * d, half);
     codec->from_bfloat16(half, n * d, out);
     add_halves(n * d);
