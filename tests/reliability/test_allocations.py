@@ -29,7 +29,7 @@ def test_the_kth_allocation_fails(name: str, count: int, scratch: Scratch) -> No
     tally = sweep(name, count, scratch, first=7 * count, step=397)
     assert tally.failed > 1
     assert tally.refused > 0
-    assert tally.misnamed <= tally.refused // 4
+    assert tally.misnamed <= max(1, tally.refused // 4)  # numpy and Cython name some otherwise
     assert tally.died == 0
 
 
