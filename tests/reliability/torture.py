@@ -108,7 +108,8 @@ def failing_allocations(scratch: Scratch, until: float) -> Figure:
             whole += one.whole * every
     text = (
         f"{total.failed} allocations failed, {total.refused} operations with them "
-        f"({total.misnamed} with an error of another name), {total.died} ended the interpreter outside numpy"
+        f"({total.misnamed} with an error of another name), {total.died} ended the interpreter "
+        "outside numpy"
     )
     return Figure(f"{text}: sweeps of all allocations of an operation", whole, len(pairs))
 
