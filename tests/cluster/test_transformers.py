@@ -24,6 +24,7 @@ def test_same_logits_as_on_one_store(nodes: object, root: str, tmp_path: Path) -
     from hybridmem.integrations import transformers as client
 
     torch.manual_seed(0)
+    torch.set_num_threads(1)
     shape = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
     shape |= {"vocab_size": 64, "num_hidden_layers": 2, "num_key_value_heads": 1}
     model = models.LlamaForCausalLM(models.LlamaConfig(**shape)).eval()
