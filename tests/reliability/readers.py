@@ -95,17 +95,27 @@ def reader(path: Path, seed: int, reads: int, end: float) -> dict[str, Any]:
     watch = Watch(seed)
 
     def enough() -> bool:
-        often = watch.reads >= reads and watch.gone > 0 and len(watch.seen) >= COMMITS
-        return often or time.monotonic() > end
+        return watch.reads >= reads and len(watch.seen) >= COMMITS
 
-    while not enough():
+    def is_over() -> bool:
+        return time.monotonic() > end
+
+    while not (enough() or is_over()):
         io, max_open = watch.rng.choice([("mmap", 64), ("mmap", 2), ("pread", 64)])
         with hybridmem.open(path, "r", io=io, max_open_shards=max_open) as store:
             for _ in range(watch.rng.randrange(1, 20)):
                 watch.look(store)
-                if enough():
+                if enough() or is_over():
                     break
                 store.refresh()
+    looks = 1
+    while not (watch.gone or is_over()):
+        looks *= 2  # a writer that is slow removes little meanwhile
+        with hybridmem.open(path, "r", max_open_shards=1) as store:
+            for _ in range(looks):
+                watch.look(store)
+                if watch.gone or is_over():
+                    break
     watch.check_held()
     return {"reads": watch.reads, "gone": watch.gone, "seen": list(watch.seen.items())}
 
