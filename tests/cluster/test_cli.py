@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,11 @@ from .helpers import CONFIG, matrix, put
 from .nodes import ray
 
 
-def test_info_and_query(nodes: object, tmp_path: Path) -> None:
+def test_info_and_query(nodes: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from hybridmem.integrations import ray as hm
 
+    for call in (hm.create, hm.open):
+        monkeypatch.setattr(hm, call.__name__, functools.partial(call, deadline_s=60))
     root = tmp_path / "mem"
     with hm.create(str(root), partitions=2, route="hash", **CONFIG) as memory:
         put(memory, range(12))
