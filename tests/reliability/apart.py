@@ -17,7 +17,7 @@ from typing import Any
 #: What ru_maxrss counts in.
 _UNIT = 1 if sys.platform == "darwin" else 1024
 #: How much longer the clock may go on than the process has computed: others compute as well.
-_CLOCK = 10
+_CLOCK = 3
 _WAIT = 0.25
 
 
@@ -53,7 +53,7 @@ def apart(
     Parameters
     ----------
     seconds : float, default 10
-        After so many of its own it is killed, and after ten times as many of the clock.
+        After so many of its own it is killed, and after three times as many of the clock.
     address_space : int, optional
         Bytes of virtual memory that it may take besides what it has.
     """
