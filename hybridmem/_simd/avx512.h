@@ -27,14 +27,6 @@
 #define V_FLIP(v, b) hm_flip_vector_avx512((v), (b))
 #define V_INNER(v) hm_inner_avx512(v)
 #define V_GE0(v) (unsigned)_mm512_cmp_ps_mask((v), _mm512_setzero_ps(), _CMP_GE_OQ)
-#define D __m512d
-#define D_W 8
-#define D_LOAD(p) _mm512_loadu_pd(p)
-#define D_STORE(p, v) _mm512_storeu_pd((p), (v))
-#define D_ADD(a, b) _mm512_add_pd((a), (b))
-#define D_WIDEN(p) _mm512_cvtps_pd(_mm256_loadu_ps(p))
-#define D_MEAN(p, sum, n) \
-    _mm256_storeu_ps((p), _mm512_cvtpd_ps(_mm512_div_pd((sum), _mm512_set1_pd(n))))
 
 HM_T HM_INLINE __m512 hm_flip_vector_avx512(__m512 v, uint32_t bits) {
     __m512i i = _mm512_castps_si512(v);
@@ -68,13 +60,6 @@ HM_T HM_INLINE __m512 hm_inner_avx512(__m512 v) {
 #undef V_FLIP
 #undef V_INNER
 #undef V_GE0
-#undef D
-#undef D_W
-#undef D_LOAD
-#undef D_STORE
-#undef D_ADD
-#undef D_WIDEN
-#undef D_MEAN
 
 HM_AVX512 HM_INLINE int hm_copy_avx512(const float *src, float *dst, size_t n, const int stream) {
     const __m512i magnitude = _mm512_set1_epi32(0x7FFFFFFF);
@@ -346,7 +331,7 @@ HM_AVX512 static void hm_late_min_avx512(const uint8_t *group, size_t bytes,
 
 static const hm_kernels hm_table_avx512 = {
     "avx512",
-    hm_mean_avx512,
+    hm_mean_avx2, /* widening to 512 bits takes two operations, to 256 bits one */
     hm_copy_finite_avx512,
     hm_fold_avx512,
     hm_flip_fwht_avx512,

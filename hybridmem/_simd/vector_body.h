@@ -7,7 +7,7 @@
  *   V_FLIP(v, b)  negate lane i where bit i of b is set
  *   V_INNER(v)    Walsh-Hadamard stages inside one vector, strides 1 .. HM_W / 2
  *   V_GE0(v)      bit i = lane i >= 0
- *   D, D_W        doubles per vector, double vector
+ *   D, D_W        double vector, doubles per vector; without them there is no mean
  *   D_LOAD D_STORE D_ADD, D_WIDEN(p) (D_W floats as doubles), D_MEAN(p, sum, n) (store sum / n as floats)
  *
  * A transform of n floats first runs the stages inside 8 vectors, then three stages at a time over 8
@@ -138,6 +138,7 @@ HM_T static void HM_FN(hm_pack_signs)(const float *y, size_t n, uint8_t *out) {
     }
 }
 
+#ifdef D
 /* Add `rows` rows to the sums of the columns [0, d); the first rows start the sums. */
 HM_T HM_INLINE void HM_FN(hm_add_rows)(const float *x, size_t d, size_t rows, int first,
                                        double *acc) {
@@ -166,3 +167,4 @@ HM_T static void HM_FN(hm_mean)(const float *x, size_t n, size_t d, double *acc,
     for (c = 0; c + D_W <= d; c += D_W) D_MEAN(out + c, D_LOAD(acc + c), (double)n);
     for (; c < d; c++) out[c] = (float)(acc[c] / (double)n);
 }
+#endif
