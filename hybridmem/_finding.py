@@ -169,10 +169,12 @@ class Finder(Reader, Memory):
                 yield int(ids[row]), np.ascontiguousarray(keys_of(row)), signature
 
     def _hits_at(self, rows: Sequence[int], scores: Sequence[float], tag: int = 0) -> list[Hit]:
-        return [
-            Hit(score=score, **self._fields(row, tag))
-            for row, score in zip(rows, scores, strict=True)
-        ]
+        hits = []
+        for row, score in zip(rows, scores, strict=True):
+            fields = self._fields(row, tag)
+            fields["score"] = score
+            hits.append(Hit.of(fields))
+        return hits
 
     def _tensors_at(self, rows: Sequence[int]) -> list[list[Tensor]]:
         found = []

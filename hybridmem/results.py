@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,8 +15,10 @@ from hybridmem.errors import CorruptStoreError
 
 __all__ = ["Audit", "Entry", "Fault", "Hit", "Hits", "Report", "Stats"]
 
+Stored = TypeVar("Stored", bound="_Stored")
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class _Stored:
     """What hits and entries have in common.
 
@@ -48,6 +50,16 @@ class _Stored:
     values: npt.NDArray[np.float32] = dataclasses.field(repr=False)
     escaped_source: bytes | None = dataclasses.field(default=None, repr=False)
 
+    @classmethod
+    def of(cls: type[Stored], fields: dict[str, Any]) -> Stored:
+        """Return one with these fields, which must be all; it keeps the dictionary.
+
+        `__init__` sets one after the other past the freeze, which takes as long as finding them.
+        """
+        made = object.__new__(cls)
+        object.__setattr__(made, "__dict__", fields)
+        return made
+
     @property
     def source_json(self) -> str | None:
         """What `put` was given as `source`, as JSON text."""
@@ -68,7 +80,7 @@ class _Stored:
             ) from None
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Entry(_Stored):
     """An entry with all fields of its record.
 
@@ -87,7 +99,7 @@ class Entry(_Stored):
     signature: bytes = dataclasses.field(repr=False)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Hit(_Stored):
     """An entry that a query found.
 

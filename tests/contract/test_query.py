@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -476,3 +479,19 @@ def test_each_answer_has_tensors_of_its_own(
     for tensor in store.query_stored(keys, 0)[0]:
         assert tensor.data.shape == tensor.shape
     assert np.array_equal(hybridmem.attend(keys, store, 0)[0], output)
+
+
+def test_a_hit_has_all_its_fields_and_keeps_them(store: Any, rng: np.random.Generator) -> None:
+    keys, values = pair(rng, 3)
+    store.put(keys, values, 0, source={"page": 7})
+    (hit,) = store.query(keys, 0)
+    fields = {field.name for field in dataclasses.fields(hit)}
+    assert vars(hit).keys() == fields
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        hit.score = 1.0
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        hit.other = 1.0
+    for other in (copy.copy(hit), pickle.loads(pickle.dumps(hit)), dataclasses.replace(hit)):
+        assert vars(other).keys() == fields
+        assert (other.entry_id, other.score, other.source) == (1, hit.score, {"page": 7})
+        assert np.array_equal(other.keys, keys)
