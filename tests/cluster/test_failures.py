@@ -163,12 +163,18 @@ def test_another_replica_answers_for_a_slow_one(create: Any) -> None:
     memory = create(replicas=2, partitions=2, route="hash")
     put(memory, range(30))
     wanted = answers(memory)
-    with stopped(at(memory, 0)):
-        memory.deadline_s = 10
-        assert answers(memory) == wanted
+
+    def is_quick() -> bool:
         begun = time.monotonic()
         assert answers(memory) == wanted
-        assert time.monotonic() - begun < 5  # it is not asked first any more
+        return time.monotonic() - begun < memory.deadline_s / 2
+
+    def other_answers() -> None:
+        assert answers(memory) == wanted
+        assert any(is_quick() for _ in range(3))  # the slow one is not asked first any more
+
+    with stopped(at(memory, 0)):
+        within_deadline(memory, other_answers)
 
 
 def test_full_disk_of_one_partition_is_named(create: Any) -> None:
