@@ -207,3 +207,16 @@ def test_a_child_that_was_forked_meanwhile_gets_memory() -> None:
     done.set()
     thread.join()
     assert os.waitpid(child, 0)[1] == 0
+
+
+def test_pages_are_the_systems_own() -> None:
+    """What the allocator has used before lies in small pages, whatever is asked for later."""
+    for _ in range(4):
+        np.full(18 << 20, 1, np.uint8)
+    array = _slabs.pages((1 << 15, 512))
+    assert array.ctypes.data % (2 << 20) == 0
+    assert array.flags.c_contiguous
+    assert array.flags.writeable
+    assert not array.any()
+    few = _slabs.pages((64, 64))
+    assert few.ctypes.data % 64 == 0
