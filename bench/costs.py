@@ -20,7 +20,8 @@ from cases import WIDTH, chunk, fill
 
 import hybridmem
 from hybridmem import hdc
-from hybridmem._index import IndexView, LayerIndex
+from hybridmem._index import LayerIndex
+from hybridmem._view import IndexView
 
 ROOT = Path(__file__).resolve().parent.parent
 MEASURED = ROOT / "bench" / "results" / "costs.json"

@@ -20,7 +20,8 @@ from cases import TOKENS, WIDTH, Floats, Sizes, chunk, times
 import hybridmem
 from hybridmem import _kernels, hdc
 from hybridmem._codec import Codec
-from hybridmem._index import IndexView, LayerIndex
+from hybridmem._index import LayerIndex
+from hybridmem._view import IndexView
 
 Bytes = npt.NDArray[np.uint8]
 Calls = dict[str, Callable[[], object]]

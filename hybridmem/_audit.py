@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hybridmem._index import IndexView, LayerIndex
+from hybridmem._index import LayerIndex
 from hybridmem._ranking import KEY_RERANKS, combined, evidence
 from hybridmem._signatures import Bytes, Floats, Signatures, first_mean
+from hybridmem._view import IndexView
 from hybridmem.config import Config
 from hybridmem.hdc import SignatureSpec, sign_query
 from hybridmem.results import Audit

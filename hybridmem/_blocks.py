@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from hybridmem import _slabs
 from hybridmem.hdc import SignatureSpec
 
-__all__ = ["I64", "LANES", "U8", "U32", "U64", "Block", "Layout"]
+__all__ = ["I64", "LANES", "U8", "U32", "U64", "Block", "Layout", "unsigned"]
 
 U8 = NDArray[np.uint8]
 U32 = NDArray[np.uint32]
 U64 = NDArray[np.uint64]
 I64 = NDArray[np.int64]
+
+_Unsigned = TypeVar("_Unsigned", np.uint8, np.uint32, np.uint64)
 
 LANES = 64  # sub-signatures whose bytes lie side by side, as the kernels want them
 
@@ -95,3 +97,14 @@ class Block:
             self.used[place] = other.used[rows]
         self.alive[place] = 1
         self.filled += len(rows)
+
+
+def unsigned(values: ArrayLike, dtype: type[_Unsigned], name: str) -> NDArray[_Unsigned]:
+    """C-contiguous array of this type; ValueError where a value would change."""
+    array = np.asarray(values)
+    if array.dtype != dtype and array.size:
+        if array.dtype.kind not in "iu":
+            raise TypeError(f"{name} must hold integers, got {array.dtype}")
+        if int(array.min()) < 0 or int(array.max()) > int(np.iinfo(dtype).max):
+            raise ValueError(f"{name} must fit {np.dtype(dtype)}")
+    return np.ascontiguousarray(array, dtype)

@@ -206,7 +206,7 @@ class Search:
         finder._check_open()
         signatures, layer = finder._signatures, self.question.layer_idx
         signatures.check_order(layer, ranking.order)
-        self._view = signatures.view(layer, finder._table)
+        self._view = signatures.view(layer, finder._table, ranking.approximate)
         self._signed = [signatures.of_query(layer, rows) for rows in self.question.queries]
         self._depth = len(self._view) if ranking.scans_all else ranking.depth(self.question.top_k)
         self._removals = signatures.removals

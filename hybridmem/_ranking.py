@@ -44,7 +44,8 @@ class Ranking:
     newest : int
         Entries put last that are always in the result.
     approximate : bool
-        Whether entries of a large layer may be given up by a few of the query tokens.
+        Whether entries of a large layer may be given up by a few of the query tokens, or by the
+        clusters that they are in.
     threads : int
         Most threads that scan the signatures.
     """

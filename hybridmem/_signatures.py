@@ -8,8 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from hybridmem._entries import EntryTable
-from hybridmem._index import IndexView, LayerIndex
+from hybridmem._index import LayerIndex
 from hybridmem._manifest import Calibration
+from hybridmem._view import IndexView
 from hybridmem.config import Config
 from hybridmem.hdc import centred, mean_pool, round_query, sign_entry, sign_query
 
@@ -153,7 +154,7 @@ class Signatures:
         order = np.lexsort((ids, -estimates))
         return ids[order], distances[order], estimates[order]
 
-    def view(self, layer: int, table: EntryTable) -> IndexView:
+    def view(self, layer: int, table: EntryTable, approximate: bool = False) -> IndexView:
         """Return the live entries of a layer, to be searched without the store's lock."""
         index = self._layers.get(layer)
         if index is None:
@@ -164,7 +165,7 @@ class Signatures:
                         table.columns["entry_id"][rows], table.columns["n_tokens"][rows], signatures
                     )
                 self._layers[layer] = index
-        return index.view()
+        return index.view(approximate)
 
     def add(self, layer: int, entry_id: int, n_tokens: int, signature: Bytes) -> None:
         """Take note of an entry that was put."""

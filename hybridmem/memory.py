@@ -122,7 +122,10 @@ class Memory(abc.ABC):
         approximate : bool, default False
             Where a layer has 16,384 entries or more with sub-signatures, look for two query tokens
             in all of them, for two more in the nearest sixth, and for the rest in the nearest
-            sixteenth only. A sample of the entries says which tokens tell most.
+            sixteenth only. A sample of the entries says which tokens tell most. Where it has 65,536
+            or more with one signature each, read the clusters nearest to the query and what is in
+            none yet; up to 1,024 entries that wait are dealt to clusters first. Searches among
+            `entry_ids` or for many hits remain exact there.
         threads : int, default 1
             Most threads that scan the signatures of a large layer for at most 64 entries: one for
             each 8 MiB. The result is the same.

@@ -14,7 +14,7 @@ import twins
 from numpy.typing import NDArray
 
 import hybridmem
-from hybridmem import _index
+from hybridmem import _view
 
 Floats = NDArray[np.float32]
 WIDTH, HEADS, SEED = 16, 2, 5
@@ -249,7 +249,7 @@ def test_large_layers_have_a_row_for_the_approximate_search(
     store.put_many([(chunk, chunk) for chunk in keys.values()], layer_idx=7)
     name = "every token, 64 bits, approximate: this store"
     assert name not in store.audit(queries, 7, 16).recall
-    monkeypatch.setattr(_index, "LARGE", 1100)
+    monkeypatch.setattr(_view, "LARGE", 1100)
     found = store.audit(queries, 7, 16, n_heads=HEADS).recall
     for at, query in enumerate(queries):
         ids = {hit.entry_id for hit in store.query(query, 7, 16, approximate=True)}

@@ -11,7 +11,7 @@ import twins
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridmem import _index, _kernels, _parallel, hdc
+from hybridmem import _index, _kernels, _parallel, _view, hdc
 from hybridmem._index import LayerIndex
 from hybridmem.hdc import SignatureSpec
 
@@ -81,7 +81,7 @@ class Model:
         return [(i, d) for d, i in found[:k]]
 
     def check(
-        self, view: _index.IndexView, k: int, among: list[int] | None = None, threads: int = 1
+        self, view: _view.IndexView, k: int, among: list[int] | None = None, threads: int = 1
     ) -> None:
         queries = [self.query(t) for t in (1, 9, 2)]
         ids = None if among is None else np.array(among, np.uint64)
@@ -121,7 +121,7 @@ def test_all_of_them_by_id_are_scanned_like_all(
         del model.records[entry_id]
     for k in (1, 7, 1000):
         model.check(view, k, everything[4:])  # as many are missing as are dead elsewhere
-    monkeypatch.setattr(_index.IndexView, "_search_at", None)  # which is for some of them
+    monkeypatch.setattr(_view.IndexView, "_search_at", None)  # which is for some of them
     for k in (1, 7, 1000):
         model.check(view, k, everything)
         model.check(model.index.view(), k, later)
@@ -134,7 +134,7 @@ def test_all_of_them_by_id_are_scanned_like_all(
 def test_threads_find_the_same(
     spec: SignatureSpec, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_index, "LEAST_BYTES", 1)
+    monkeypatch.setattr(_view, "LEAST_BYTES", 1)
     used = set()
     scan = _kernels.hamming_topk if spec.pooled else _kernels.late_topk
 
@@ -210,9 +210,9 @@ def test_approximate_search_gives_up_what_begins_far_away(
     few: bool, spec: SignatureSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A third goes on after the two tokens that tell most, by a sample, and an eighth after 5."""
-    monkeypatch.setattr(_index, "GATES", ((2, 3), (5, 8)))
-    monkeypatch.setattr(_index, "LARGE", 100)
-    monkeypatch.setattr(_index, "_SAMPLE", 40)
+    monkeypatch.setattr(_view, "GATES", ((2, 3), (5, 8)))
+    monkeypatch.setattr(_view, "LARGE", 100)
+    monkeypatch.setattr(_view, "_SAMPLE", 40)
     model = Model(spec, 3, few)
     model.extend(330)
     everyone = dict(model.records)
@@ -253,8 +253,8 @@ def test_queries_of_a_batch_are_approximate_each_by_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two tokens are too few to give entries up by; those of the other query are given up."""
-    monkeypatch.setattr(_index, "LARGE", 100)
-    monkeypatch.setattr(_index, "_SAMPLE", 40)
+    monkeypatch.setattr(_view, "LARGE", 100)
+    monkeypatch.setattr(_view, "_SAMPLE", 40)
     model = Model(SignatureSpec(512, 1, 64), 6, few=False)
     model.extend(330)
     view = model.index.view()

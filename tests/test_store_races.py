@@ -10,7 +10,7 @@ import pytest
 
 import hybridmem
 from hybridmem import _chunks
-from hybridmem._index import IndexView
+from hybridmem._view import IndexView
 
 
 def test_a_put_that_meets_a_calibration_is_centred(

@@ -20,7 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import hybridmem
-from hybridmem._index import _FAR, _SAMPLE, GATES, IndexView, LayerIndex, telling_first
+from hybridmem._index import LayerIndex
+from hybridmem._view import _FAR, _SAMPLE, GATES, IndexView, telling_first
 from hybridmem.hdc import SignatureSpec
 
 from .report import write_csv

@@ -25,7 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import hybridmem
-from hybridmem._index import _SAMPLE, IndexView, LayerIndex, telling_first
+from hybridmem._index import LayerIndex
+from hybridmem._view import _SAMPLE, IndexView, telling_first
 from hybridmem.hdc import SignatureSpec
 
 from .rankings import grouped
