@@ -16,7 +16,6 @@ TABLES = ROOT / "bench" / "quality" / "tables"
 _PLACE = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.S)
 
 Row = dict[str, str]
-RECALLS = ("0.9", "0.95", "0.99")
 
 
 def read(name: str) -> list[Row]:
@@ -204,18 +203,55 @@ def stages() -> str:
 
 
 def clusters() -> str:
-    """How much of a layer clusters would have to read."""
-    rows: dict[tuple[str, str], Row] = {}
+    """What a search by clusters finds of the ten best, in the worst layer and in all."""
+    rows: dict[tuple[str, str], list[Row]] = {}
     for row in read("clusters"):
-        pair = rows.setdefault((row["entries"], row["clusters"]), {})
-        pair[row["learned"]] = " / ".join(f"{100 * float(row[f'read_{r}']):.0f}" for r in RECALLS)
+        rows.setdefault((row["order"], row["entries"]), []).append(row)
+
+    def found(some: list[Row], questions: str) -> str:
+        each = [float(row[questions]) for row in some]
+        return f"{sum(each) / len(each):.3f}, {min(each):.3f}"
+
     return table(
-        ("entries", "clusters", "learned from all", "learned from the first 4,096"),
         (
-            (f"{int(entries):,}", f"{int(count):,}", f"{row['all']} %", f"{row['frozen']} %")
-            for (entries, count), row in rows.items()
+            "entries", "in the order of", "read", "of the ten best: questions to choose with",
+            "of the ten best: reported questions",
         ),
-    )
+        (
+            (
+                f"{int(entries):,}",
+                order,
+                f"{100 * float(some[0]['read']):.0f} %",
+                found(some, "choose"),
+                found(some, "report"),
+            )
+            for (order, entries), some in rows.items()
+        ),
+    )  # fmt: skip
+
+
+def clusters_cost() -> str:
+    """What a search by clusters costs, and dealing entries to them."""
+    return table(
+        (
+            "entries", "", "scan", "`approximate=True`", "read", "of the ten best",
+            "dealing 1,024 entries", "99 of 100 within", "bytes an entry",
+        ),
+        (
+            (
+                f"{int(row['entries']):,}",
+                row["made"],
+                f"{float(row['scan_ms']):.1f} ms",
+                f"{float(row['approximate_ms']):.1f} ms",
+                f"{100 * float(row['read']):.1f} %",
+                f"{float(row['recall']):.3f}",
+                f"{float(row['batch_ms']):.0f} ms",
+                f"{float(row['batch_99_ms']):.0f} ms",
+                f"{float(row['bytes_an_entry']):.0f}",
+            )
+            for row in read("clusters-cost")
+        ),
+    )  # fmt: skip
 
 
 def prefix() -> str:
@@ -296,6 +332,7 @@ def renewed(page: str) -> str:
         "prefix": prefix,
         "pooled": pooled,
         "clusters": clusters,
+        "clusters-cost": clusters_cost,
         "wide": wide,
     }
     return _PLACE.sub(lambda found: found[1] + made[found[2]]() + found[4], page)
