@@ -8,7 +8,9 @@ and view; views may be searched by any thread at any time.
 
 from __future__ import annotations
 
+import contextlib
 from bisect import bisect_right
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -133,10 +135,8 @@ class LayerIndex:
         if stop < len(self._blocks) and live + self._blocks[stop].filled <= most:
             live += self._blocks[stop].filled - self._blocks[stop].dead
             stop += 1
-        if self._clusters is not None:
-            places = sum(block.filled for block in self._blocks[:first])
-            alive = [block.alive[: block.filled] for block in self._blocks[first:stop]]
-            self._clusters.renumber(places, np.concatenate(alive))
+        places = sum(block.filled for block in self._blocks[:first])
+        kept = np.concatenate([block.alive[: block.filled] for block in self._blocks[first:stop]])
         joined: tuple[Block, ...] = ()
         if live:
             capacity = -(-live // LANES) * LANES
@@ -148,6 +148,16 @@ class LayerIndex:
             joined = (new,)
         self._blocks = (*self._blocks[:first], *joined, *self._blocks[stop:])
         self._view = None
+        if self._clusters is not None:
+            with self._whole_clusters() as clusters:
+                clusters.renumber(places, kept)
+
+    @contextlib.contextmanager
+    def _whole_clusters(self) -> Iterator[Clusters]:
+        """Change the clusters; if that ends halfway there are none, and all are dealt anew."""
+        clusters, self._clusters = self._clusters or Clusters(self.spec.record_bytes), None
+        yield clusters
+        self._clusters = clusters
 
     def view(self, approximate: bool = False) -> IndexView:
         """The entries there are now; stays searchable while entries are added and removed.
@@ -159,10 +169,9 @@ class LayerIndex:
             dealt = None if self._clusters is None else self._clusters.dealt()
             self._view = IndexView(self._layout, self._blocks, dealt)
         if approximate and self.spec.pooled and len(self._view) >= _clusters.LARGE:
-            if self._clusters is None:
-                self._clusters = Clusters(self.spec.record_bytes)
-            end = self._clusters.end + _clusters.BATCH
+            end = _clusters.BATCH + (0 if self._clusters is None else self._clusters.end)
             if end <= len(self._view):
-                self._clusters.deal(self._view, end)
-                self._view = IndexView(self._layout, self._blocks, self._clusters.dealt())
+                with self._whole_clusters() as clusters:
+                    clusters.deal(self._view, end)
+                self._view = IndexView(self._layout, self._blocks, clusters.dealt())
         return self._view

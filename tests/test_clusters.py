@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from numpy.typing import NDArray
 
 import hybridmem
 from hybridmem import _clusters, _index, _kernels
+from hybridmem._blocks import Block
 from hybridmem._index import LayerIndex
 from hybridmem._view import IndexView
 from hybridmem.hdc import SignatureSpec
@@ -440,3 +443,60 @@ def test_a_store_deals_when_it_is_asked_approximately(
         last = store.put(new, new, 0)
         (hit,) = store.query(new[0], 0, 1, approximate=True)
         assert hit.entry_id == last
+
+
+@pytest.mark.parametrize("broken", ["_majority", "_parted"])
+def test_dealing_that_ends_halfway_begins_anew(
+    broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Model(3)
+    model.extend(model.signatures(400))
+    model.deal_all()
+    whole = getattr(_clusters, broken)
+    for _ in range(6):
+        model.extend(model.signatures(_clusters.BATCH))
+        with monkeypatch.context() as patch:
+            patch.setattr(_clusters, broken, failing(whole, calls=3))
+            try:
+                model.index.view(approximate=True)
+            except MemoryError:
+                assert model.index._clusters is None
+        view = model.deal_all()
+        check_clusters(view)
+        check_groups(model.index)
+        query = model.signatures(1)[0]
+        assert found(view, query, 5) == model.expect(query, 5, looked_at(view, query, 5))
+
+
+def test_compaction_that_ends_halfway_loses_no_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model(4)
+    model.extend(model.signatures(400))
+    model.deal_all()
+    with monkeypatch.context() as patch:
+        patch.setattr(Block, "take", failing(Block.take, calls=0))
+        for entry_id in list(model.records):
+            del model.records[entry_id]
+            try:
+                model.index.remove(entry_id)
+            except MemoryError:
+                break  # it is gone, and its block is replaced another time
+        else:
+            raise AssertionError("no block was replaced")
+    model.extend(model.signatures(_clusters.BATCH))
+    view = model.deal_all()
+    check_clusters(view)
+    query = model.signatures(1)[0]
+    assert found(view, query, 5) == model.expect(query, 5, looked_at(view, query, 5))
+
+
+def failing(call: Callable[..., Any], calls: int) -> Callable[..., Any]:
+    """Find no memory from the so-many-th call on."""
+    left = [calls]
+
+    def called(*given: Any) -> Any:
+        left[0] -= 1
+        if left[0] < 0:
+            raise MemoryError
+        return call(*given)
+
+    return called
