@@ -471,7 +471,7 @@ def test_dealing_that_ends_halfway_begins_anew(
 def test_compaction_that_ends_halfway_loses_no_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model(4)
     model.extend(model.signatures(400))
-    model.deal_all()
+    end = end_of(model.deal_all())
     with monkeypatch.context() as patch:
         patch.setattr(Block, "take", failing(Block.take, calls=0))
         for entry_id in list(model.records):
@@ -482,6 +482,8 @@ def test_compaction_that_ends_halfway_loses_no_entry(monkeypatch: pytest.MonkeyP
                 break  # it is gone, and its block is replaced another time
         else:
             raise AssertionError("no block was replaced")
+    assert model.index._clusters is not None
+    assert model.index._clusters.end == end
     model.extend(model.signatures(_clusters.BATCH))
     view = model.deal_all()
     check_clusters(view)
