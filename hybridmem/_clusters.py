@@ -257,7 +257,8 @@ def _halved(distances: NDArray[np.float64]) -> NDArray[np.bool_]:
     far = int(distances.sum(axis=1).argmax())
     nearer = distances[far] - distances[int(distances[far].argmax())]
     for _ in range(ROUNDS):
-        cut = int(np.count_nonzero(nearer <= 0))
+        low, high = int(np.count_nonzero(nearer < 0)), int(np.count_nonzero(nearer <= 0))
+        cut = min(max(n // 2, low), high)  # what is as near to both evens them out
         cut = cut if 0 < cut < n else n // 2
         right = np.zeros(n, bool)
         right[np.argsort(nearer, kind="stable")[cut:]] = True

@@ -302,6 +302,21 @@ def test_equal_signatures_do_not_scatter() -> None:
     assert len(found(view, query, 4)) == 4
 
 
+def test_equal_distances_are_halved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Entries that are all as far from each other part by halves, not one by one."""
+    signatures = np.packbits(np.eye(SPEC.hdc_dim, dtype=np.uint8), axis=1)
+    parts = _clusters._parted(signatures, 8)
+    assert sorted(i for part in parts for i in part.tolist()) == list(range(len(signatures)))
+    assert min(len(part) for part in parts) >= 4
+    model = Model(15)
+    model.extend(np.tile(signatures, (4, 1)))
+    model.deal_all()
+    assert model.index._clusters is not None
+    sizes = model.index._clusters._sizes
+    assert np.count_nonzero(sizes) <= 4 * len(signatures) / 3
+    assert len(model.index._clusters._groups) < np.count_nonzero(sizes) / 2
+
+
 def test_where_few_are_left_in_clusters_all_are_dealt_anew() -> None:
     model = Model(8)
     model.extend(model.signatures(1500))
@@ -420,7 +435,7 @@ def test_searches_beside_one_who_adds_and_removes() -> None:
 def test_a_store_deals_when_it_is_asked_approximately(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(1)
     keys = rng.normal(size=(200, 1, 16)).astype(np.float32)
     asked: list[int] = []
     near = _clusters.Dealt.near
