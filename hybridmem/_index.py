@@ -8,9 +8,7 @@ and view; views may be searched by any thread at any time.
 
 from __future__ import annotations
 
-import contextlib
 from bisect import bisect_right
-from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -146,18 +144,12 @@ class LayerIndex:
             for block in self._blocks[first:stop]:
                 new.take(self._layout, block)
             joined = (new,)
+        # Who is interrupted from here on has no clusters: all is dealt anew.
+        self._view, clusters, self._clusters = None, self._clusters, None
         self._blocks = (*self._blocks[:first], *joined, *self._blocks[stop:])
-        self._view = None
-        if self._clusters is not None:
-            with self._whole_clusters() as clusters:
-                clusters.renumber(places, kept)
-
-    @contextlib.contextmanager
-    def _whole_clusters(self) -> Iterator[Clusters]:
-        """Change the clusters; if that ends halfway there are none, and all are dealt anew."""
-        clusters, self._clusters = self._clusters or Clusters(self.spec.record_bytes), None
-        yield clusters
-        self._clusters = clusters
+        if clusters is not None:
+            clusters.renumber(places, kept)
+            self._clusters = clusters
 
     def view(self, approximate: bool = False) -> IndexView:
         """The entries there are now; stays searchable while entries are added and removed.
@@ -171,7 +163,9 @@ class LayerIndex:
         if approximate and self.spec.pooled and len(self._view) >= _clusters.LARGE:
             end = _clusters.BATCH + (0 if self._clusters is None else self._clusters.end)
             if end <= len(self._view):
-                with self._whole_clusters() as clusters:
-                    clusters.deal(self._view, end)
+                clusters, self._clusters = self._clusters, None  # as above
+                clusters = clusters or Clusters(self.spec.record_bytes)
+                clusters.deal(self._view, end)
+                self._clusters = clusters
                 self._view = IndexView(self._layout, self._blocks, clusters.dealt())
         return self._view

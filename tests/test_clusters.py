@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -504,6 +506,44 @@ def test_compaction_that_ends_halfway_loses_no_entry(monkeypatch: pytest.MonkeyP
     check_clusters(view)
     query = model.signatures(1)[0]
     assert found(view, query, 5) == model.expect(query, 5, looked_at(view, query, 5))
+
+
+def test_an_interrupt_while_a_block_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before whichever line of it: no cluster holds what is elsewhere by then."""
+    monkeypatch.setattr(_index, "BLOCK_BYTES", 2000)
+    passed = stop = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal passed
+        if frame.f_code is not LayerIndex._compact.__code__:
+            return None
+        passed += event == "line"
+        if passed == stop:
+            raise KeyboardInterrupt
+        return trace
+
+    while passed == stop:  # until a block is replaced in fewer lines
+        passed, stop = 0, stop + 1
+        model = Model(16)
+        model.extend(model.signatures(400))
+        model.deal_all()
+        before = sys.gettrace()
+        for entry_id in sorted(model.records)[:30]:
+            del model.records[entry_id]
+            sys.settrace(trace)
+            try:
+                model.index.remove(entry_id)
+            except KeyboardInterrupt:
+                break
+            finally:
+                sys.settrace(before)
+            if passed:
+                break
+        query = model.signatures(1)[0]
+        for view in (model.index.view(), model.deal_all()):
+            check_clusters(view)
+            assert found(view, query, 400) == model.expect(query, 400)
+    assert stop > 20
 
 
 def failing(call: Callable[..., Any], calls: int) -> Callable[..., Any]:
